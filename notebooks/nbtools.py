@@ -1,0 +1,230 @@
+"""Three tools that all notebooks use.
+
+    show(fn)                     the source of a function, as the lesson has it
+    run(fn, nproc, *args)        call fn(rank, world_size, *args) in `nproc` real processes
+    launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
+"""
+
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import cloudpickle
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT / "lessons") not in sys.path:
+    sys.path.insert(0, str(ROOT / "lessons"))  # so that notebooks can import the lessons
+
+
+class RankFailed(RuntimeError):
+    """One or more ranks raised, died, or did not finish. `details` has the ranks' tracebacks."""
+
+    def __init__(self, message, details=""):
+        super().__init__(message)
+        self.details = details
+
+    def _render_traceback_(self):  # IPython asks for this: one line instead of a page
+        return [f"{type(self).__name__}: {self}"]
+
+
+class LaunchFailed(RankFailed):
+    """A lesson's launcher ended with an error. `details` has all of its output."""
+
+
+def show(fn):
+    """Return the source of `fn` as Markdown: what you read is what runs."""
+    from IPython.display import Markdown
+
+    return Markdown(f"```python\n{inspect.getsource(fn).rstrip()}\n```")
+
+
+# --- run ---
+
+# A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
+# the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "cloudpickle"])
+
+
+def run(fn, nproc, *args, deadline=60):
+    """Call `fn(rank, world_size, *args)` in `nproc` processes and return the values, by rank.
+
+    The processes have joined one process group (gloo, on the CPU) before `fn` is called. `fn` may
+    be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks.
+
+    Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, or when the
+    ranks have not finished after `deadline` seconds. No process is left behind in any case.
+    """
+    if not isinstance(nproc, int) or not 1 <= nproc <= 64:
+        raise ValueError(f"nproc must be a whole number from 1 to 64, not {nproc!r}")
+    payload = cloudpickle.dumps((fn, args, dict(os.environ)))
+    ranks, values, failures = [], {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(nproc):
+                receiver, sender = _context.Pipe(duplex=False)
+                process = _context.Process(
+                    target=_rank_main, args=(rank, nproc, payload, folder, deadline, sender)
+                )
+                ranks.append((process, receiver))
+                process.start()
+                sender.close()
+            _collect(ranks, values, failures, time.monotonic() + deadline)
+        finally:
+            for process, _ in ranks:
+                _kill(process)
+            for rank in range(len(ranks)):
+                _print_output(folder, rank)
+        if failures:
+            # The first failure is the cause. The other ranks only lost their neighbour.
+            rank = min(failures, key=lambda rank: failures[rank][0])
+            raise RankFailed(f"rank {rank}: {failures[rank][1]}", failures[rank][2])
+    late = [str(rank) for rank in range(nproc) if rank not in values]
+    if late:
+        message = f"no answer after {deadline} s from rank {', '.join(late)}; all ranks were ended"
+        raise RankFailed(message)
+    return [values[rank] for rank in range(nproc)]
+
+
+def _collect(ranks, values, failures, end):
+    """Fill `values` and `failures` until every rank has answered, one has failed, or time is up."""
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while waiting and time.monotonic() < end:
+        for receiver in wait(list(waiting), max(0, end - time.monotonic())):
+            rank = waiting.pop(receiver)
+            try:
+                kind, *content = cloudpickle.loads(receiver.recv_bytes())
+            except EOFError:  # the process is gone and has not said why
+                ranks[rank][0].join(5)
+                code = ranks[rank][0].exitcode or 0
+                cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                # A rank that was killed could not note the time: nothing else can be the cause.
+                failures[rank] = (0.0 if code < 0 else time.monotonic(), cause, "")
+                continue
+            if kind == "value":
+                values[rank] = content[0]
+            else:
+                failures[rank] = content
+        if failures:  # allow the true cause a moment to arrive, then stop
+            end = min(end, time.monotonic() + 0.3)
+
+
+def _kill(process):
+    """End a rank and whatever it has started (the members of its process group)."""
+    if process.pid is None:
+        return
+    if process.is_alive():
+        for kill in (os.killpg, os.kill):
+            try:
+                kill(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+    process.join()
+
+
+def _print_output(folder, rank):
+    """Print what a rank wrote, with its rank in front of each line."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        path = Path(folder, f"{name}_{rank}")
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            print(f"[rank {rank}] {line}", file=stream)
+
+
+def _rank_main(rank, world_size, payload, folder, deadline, sender):
+    """Be one rank: join the group, call the function, send back its value or its error."""
+    os.setpgid(0, 0)  # a process group of our own, so that _kill gets our children as well
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook to handle
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    for number, name in ((1, "stdout"), (2, "stderr")):  # also what C++ code writes
+        file = open(Path(folder, f"{name}_{rank}"), "wb", buffering=0)
+        os.dup2(file.fileno(), number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False))
+    try:
+        import torch
+        import torch.distributed as dist
+
+        fn, args, environment = cloudpickle.loads(payload)
+        os.environ.update(environment)  # the forkserver may be older than the notebook's changes
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
+        if loopback:  # all ranks are here: do not depend on the host's name or network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
+        limit = timedelta(seconds=deadline)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+        answer = cloudpickle.dumps(("value", fn(rank, world_size, *args)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        cause = f"{text} (in {frame.name}, line {frame.lineno})"
+        answer = cloudpickle.dumps(("error", time.monotonic(), cause, traceback.format_exc()))
+    sender.send_bytes(answer)
+
+
+def _leave_with_parent():
+    """End this process when the notebook's kernel is gone, however it ended."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+# --- launch ---
+
+
+def launch(lesson, deadline=110, **flags):
+    """Run `scripts/lesson_NN.sh --json` with `flags` and return its last line as a dict.
+
+    `batch_size=30` becomes `--batch-size 30`; True becomes a flag without a value. Raises
+    LaunchFailed, with the last line of stderr, when the exit code is not 0 or time is up.
+    """
+    command = ["bash", str(ROOT / "scripts" / f"lesson_{lesson:02}.sh"), "--json"]
+    for name, value in flags.items():
+        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "LOCKSTEP_PYTHON": sys.executable},
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        raise LaunchFailed(f"lesson {lesson:02} had not finished after {deadline} s") from None
+    finally:
+        _end_session(process)
+    if process.returncode != 0:
+        last = (stderr.strip() or stdout.strip() or "no output").splitlines()[-1]
+        message = f"lesson {lesson:02} ended with exit code {process.returncode}: {last}"
+        raise LaunchFailed(message, stdout + stderr)
+    return json.loads(stdout.splitlines()[-1])
+
+
+def _end_session(process):
+    """End a launcher and its workers: first politely, because torchrun has workers to end."""
+    for signal_number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        try:
+            os.killpg(process.pid, signal_number)
+            process.wait(patience)
+        except (ProcessLookupError, PermissionError):
+            return
+        except subprocess.TimeoutExpired:
+            continue

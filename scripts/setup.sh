@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Finds a Python that has everything in requirements.txt; makes .venv if there is none.
+#   bash scripts/setup.sh       prepares everything and says which Python is used
+#   source scripts/setup.sh     what the launchers do: it sets $root and $python
+# LOCKSTEP_PYTHON=/path/to/python uses that interpreter as it is: nothing is checked or installed.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+lockstep_python() { # prints the interpreter to use
+    local candidate
+    if [ -n "${LOCKSTEP_PYTHON:-}" ]; then
+        "$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null && return
+        echo "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is not a Python interpreter" >&2
+        return 2
+    fi
+    # 1. The active environment, if it has the requirements.
+    if python3 "$root/scripts/environment.py" --check 2>/dev/null; then
+        python3 -c 'import sys; print(sys.executable)'
+        return
+    fi
+    # 2. The .venv of this folder; `--make` returns at once when it is complete.
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            "$candidate" -c 'import ensurepip' 2>/dev/null || continue
+            "$candidate" "$root/scripts/environment.py" --make || return
+            echo "$root/.venv/bin/python"
+            return
+        fi
+    done
+    echo "no Python 3.11, 3.12 or 3.13 with venv was found (on Debian and Ubuntu: apt install python3-venv)" >&2
+    return 2
+}
+
+python=$(lockstep_python) || exit $?
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    echo "ready: $python"
+fi

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Checks everything: the linter, then every test and every notebook. Flags go to pytest.
+#   bash scripts/test.sh [-k lesson_03] [other flags of pytest]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$root"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+exec "$python" -m pytest --nbval "$@"
