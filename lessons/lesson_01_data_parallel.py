@@ -49,17 +49,16 @@ class Arguments(argparse.ArgumentParser):
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
-        limits = {"nproc": 64, "steps": 10**6, "batch_size": 10**6, "seed": 2**32 - 1}
-        for name, high in limits.items():
-            low = 0 if name == "seed" else 1
-            if not low <= getattr(args, name, low) <= high:
+        for name, value in vars(args).items():
+            low, high = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}.get(name, (1, 10**6))
+            if type(value) is int and not low <= value <= high:
                 flag = "--" + name.replace("_", "-")
-                self.error(f"argument {flag}: must be a whole number from {low} to {high}")
+                self.error(f"argument {flag}: must be from {low} to {high}, not {value}")
         return args
 
     def error(self, message):
-        speaks = os.environ.get("RANK", "0") == "0"  # the other ranks have met the same error
-        self.exit(2, f"{self.prog}: error: {message}\n" if speaks else None)
+        line = f"{self.prog}: error: {message}\n"
+        self.exit(2, line if os.environ.get("RANK", "0") == "0" else None)
 
 
 def make_toy(seed):

@@ -49,25 +49,23 @@ class Arguments(argparse.ArgumentParser):
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
-        limits = {"nproc": 64, "steps": 10**6, "batch_size": 10**6, "seed": 2**32 - 1}
-        for name, high in limits.items():
-            low = 0 if name == "seed" else 1
-            if not low <= getattr(args, name, low) <= high:
+        for name, value in vars(args).items():
+            low, high = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}.get(name, (1, 10**6))
+            if type(value) is int and not low <= value <= high:
                 flag = "--" + name.replace("_", "-")
-                self.error(f"argument {flag}: must be a whole number from {low} to {high}")
+                self.error(f"argument {flag}: must be from {low} to {high}, not {value}")
         return args
 
     def error(self, message):
-        speaks = os.environ.get("RANK", "0") == "0"  # the other ranks have met the same error
-        self.exit(2, f"{self.prog}: error: {message}\n" if speaks else None)
+        line = f"{self.prog}: error: {message}\n"
+        self.exit(2, line if os.environ.get("RANK", "0") == "0" else None)
 
 
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
 
-    The launcher's environment variables say who we are; without them we are a world of one, which
-    needs no port. nccl where each rank of this machine has its own GPU, else gloo on the CPU.
-    A group that this process has joined already is kept.
+    The launcher's variables say who we are; without them we are a world of one, without any port.
+    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
     """
     import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
 
@@ -78,10 +76,8 @@ def setup(backend=None, store=None):
         if "RANK" not in os.environ:
             rank, world_size, store = 0, 1, dist.HashStore()
         backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
-        limit = timedelta(minutes=2)  # a rank that never comes is an error, not a hang
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
-        )
+        place = {"rank": rank, "world_size": world_size, "store": store}
+        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
     if dist.get_backend() != "nccl":
         return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     torch.cuda.set_device(local_rank)
