@@ -1,8 +1,9 @@
-"""Three tools that all notebooks use.
+"""The tools that all notebooks use.
 
-    show(fn)                     the source of a function, as the lesson has it
-    run(fn, nproc, *args)        call fn(rank, world_size, *args) in `nproc` real processes
-    launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
+show(fn)                     the source of a function, as the lesson has it
+run(fn, nproc, *args)        call fn(rank, world_size, *args) in `nproc` real processes
+launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
+judge(test, attempt)         what the check of an exercise says about an attempt
 """
 
 import inspect
@@ -109,7 +110,9 @@ def _collect(ranks, values, failures, end):
             except EOFError:  # the process is gone and has not said why
                 ranks[rank][0].join(5)
                 code = ranks[rank][0].exitcode or 0
-                cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                cause = (
+                    f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                )
                 # A rank that was killed could not note the time: nothing else can be the cause.
                 failures[rank] = (0.0 if code < 0 else time.monotonic(), cause, "")
                 continue
@@ -228,3 +231,21 @@ def _end_session(process):
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+# --- exercises ---
+
+
+def judge(test, attempt):
+    """Return what an exercise's check says: not attempted, not yet: ..., or correct. Never raises.
+
+    `test(attempt)` returns None when the attempt is right, else a sentence about what is wrong.
+    An attempt that raises NotImplementedError, here or on a rank, counts as not attempted.
+    """
+    try:
+        problem = test(attempt)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return "correct"
+    return "not attempted" if "NotImplementedError" in problem else f"not yet: {problem}"
