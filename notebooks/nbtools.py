@@ -6,6 +6,7 @@ launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
 judge(test, attempt)         what the check of an exercise says about an attempt
 """
 
+import contextlib
 import inspect
 import json
 import multiprocessing
@@ -130,10 +131,8 @@ def _kill(process):
         return
     if process.is_alive():
         for kill in (os.killpg, os.kill):
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
     process.join()
 
 
@@ -151,8 +150,7 @@ def _rank_main(rank, world_size, payload, folder, deadline, sender):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for number, name in ((1, "stdout"), (2, "stderr")):  # also what C++ code writes
-        file = open(Path(folder, f"{name}_{rank}"), "wb", buffering=0)
-        os.dup2(file.fileno(), number)
+        os.dup2(os.open(Path(folder, f"{name}_{rank}"), os.O_WRONLY | os.O_CREAT), number)
         setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False))
     try:
         import torch
