@@ -114,8 +114,7 @@ def _collect(ranks, values, failures, end):
                 cause = (
                     f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 )
-                # A rank that was killed could not note the time: nothing else can be the cause.
-                failures[rank] = (0.0 if code < 0 else time.monotonic(), cause, "")
+                failures[rank] = (0.0, cause, "")  # time 0: nothing else can be the cause
                 continue
             if kind == "value":
                 values[rank] = content[0]
