@@ -1,0 +1,168 @@
+"""run, launch, show and judge do what the notebooks rely on."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import nbtools
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def rank_and_sum(rank, world_size, start):
+    total = torch.tensor([start + rank])
+    dist.all_reduce(total)
+    return rank, world_size, total
+
+
+def fail_on_one(rank, world_size, how):
+    if rank == 1:
+        if how == "raise":
+            raise ValueError("no such digit")
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_for_ever(rank, world_size, folder=None):
+    """Write down our pid and that of a child of ours, then never answer."""
+    if folder is not None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        (folder / f"pids_{rank}").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+
+
+def speak(rank, world_size):
+    time.sleep(0.2 * (world_size - rank))  # the last rank speaks first
+    print(f"from {rank}")
+    print("and again")
+
+
+def read_variable(rank, world_size):
+    return os.environ.get("LOCKSTEP_TEST_VARIABLE")
+
+
+def living_pids(folder, count):
+    """Wait until `count` ranks have written their pids; return the pids of all."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in folder.glob("pids_*")]
+        if len(texts) == count and all(len(text.split()) == 2 for text in texts):
+            return [int(pid) for text in texts for pid in text.split()]
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not start")
+
+
+def gone(pids):
+    """Return whether all of these processes end within 10 s."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if psutil.pid_exists(pid)]
+        alive = [pid for pid in alive if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4, 8])
+def test_values_come_back_by_rank(nproc):
+    values = nbtools.run(rank_and_sum, nproc, 1)
+    assert [value[:2] for value in values] == [(rank, nproc) for rank in range(nproc)]
+    assert {value[2].item() for value in values} == {sum(range(1, nproc + 1))}
+
+
+def test_a_function_written_in_a_cell_works():
+    """A cell's function lives in __main__, and uses names that other cells have defined."""
+    cell = {"__name__": "__main__"}
+    exec("factor = 10\ndef work(rank, world_size, x):\n    return factor * rank + x", cell)
+    assert nbtools.run(cell["work"], 2, 5) == [5, 15]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "rank 1: ValueError: no such digit (in fail_on_one, line "),
+        ("kill", "rank 1: killed by SIGKILL"),
+        ("exit", "rank 1: exit code 3"),
+    ],
+)
+def test_the_rank_that_failed_is_named_in_one_line(how, words):
+    for _ in range(3):
+        with pytest.raises(nbtools.RankFailed) as error:
+            nbtools.run(fail_on_one, 3, how)
+        assert str(error.value).startswith(words)
+        assert len(error.value._render_traceback_()) == 1
+        assert "\n" not in str(error.value)
+
+
+def test_deadline_ends_the_ranks_and_their_children(tmp_path):
+    with pytest.raises(nbtools.RankFailed, match="no answer after 2 s from rank 0, 1"):
+        nbtools.run(wait_for_ever, 2, tmp_path, deadline=2)
+    assert gone(living_pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(tmp_path, signal_number):
+    program = f"""
+        import sys, pathlib
+        sys.path[:0] = {[os.path.dirname(nbtools.__file__), os.path.dirname(__file__)]!r}
+        import nbtools, test_nbtools
+        if __name__ == "__main__":
+            nbtools.run(test_nbtools.wait_for_ever, 2, pathlib.Path({str(tmp_path)!r}))
+    """
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stderr=subprocess.DEVNULL
+    )
+    pids = living_pids(tmp_path, 2)
+    kernel.send_signal(signal_number)
+    assert kernel.wait(20) != 0
+    assert gone(pids)
+
+
+def test_what_ranks_print_comes_in_rank_order(capsys):
+    nbtools.run(speak, 3)
+    assert capsys.readouterr().out.splitlines() == [
+        f"[rank {rank}] {text}" for rank in range(3) for text in (f"from {rank}", "and again")
+    ]
+
+
+def test_ranks_see_the_environment_of_today(monkeypatch):
+    nbtools.run(read_variable, 1)  # the forkserver exists before the variable does
+    monkeypatch.setenv("LOCKSTEP_TEST_VARIABLE", "here")
+    assert nbtools.run(read_variable, 2) == ["here", "here"]
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 65, "two", 2.0])
+def test_a_bad_number_of_ranks_is_refused(nproc):
+    with pytest.raises(ValueError, match="nproc must be a whole number from 1 to 64"):
+        nbtools.run(speak, nproc)
+
+
+def test_launch_returns_the_json_and_reports_a_failure():
+    result = nbtools.launch(1, nproc=3, steps=2)
+    assert (result["lesson"], result["world_size"], result["passed"]) == (1, 3, True)
+    with pytest.raises(nbtools.LaunchFailed, match=r"exit code 2: .*argument --nproc"):
+        nbtools.launch(1, nproc=0)
+
+
+def test_show_is_the_source_to_the_letter():
+    assert nbtools.show(speak).data.startswith("```python\ndef speak(rank, world_size):\n")
+    assert "# the last rank speaks first" in nbtools.show(speak).data
+
+
+def test_judge_never_raises():
+    assert nbtools.judge(lambda attempt: None, None) == "correct"
+    assert nbtools.judge(lambda attempt: "too small", None) == "not yet: too small"
+    assert nbtools.judge(lambda attempt: attempt(), lambda: 1 / 0).startswith("not yet: ZeroDiv")
+
+    def stub():
+        raise NotImplementedError
+
+    assert nbtools.judge(lambda attempt: attempt(), stub) == "not attempted"
