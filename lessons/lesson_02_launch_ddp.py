@@ -57,8 +57,7 @@ class Arguments(argparse.ArgumentParser):
         return args
 
     def error(self, message):
-        line = f"{self.prog}: error: {message}\n"
-        self.exit(2, line if os.environ.get("RANK", "0") == "0" else None)
+        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
 
 
 def setup(backend=None, store=None):

@@ -4,7 +4,8 @@ In lesson 02 a launcher started the ranks. Now the script does: launch_job -> mp
 -> run -> train. The ranks meet in a file of their own, so no job takes another's port.
 The data are handwritten digits; every test image is counted exactly once.
 
-Run it: bash scripts/lesson_03.sh --nproc 2   (--data random-images is the article's set)
+Run it:     bash scripts/lesson_03.sh --nproc 2
+Or alone:   python lessons/lesson_03_spawn_ddp.py --nproc 2
 
 Output to expect on a CPU:
 
@@ -55,8 +56,7 @@ class Arguments(argparse.ArgumentParser):
         return args
 
     def error(self, message):
-        line = f"{self.prog}: error: {message}\n"
-        self.exit(2, line if os.environ.get("RANK", "0") == "0" else None)
+        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
 
 
 def setup(backend=None, store=None):

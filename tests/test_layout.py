@@ -7,6 +7,8 @@ import ast
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,10 +98,20 @@ def test_script_stands_alone(path):
 
 @pytest.mark.parametrize("block", ["setup", "Arguments", "make_toy"])
 def test_copied_blocks_are_equal_to_the_letter(block):
-    copies = {path.stem: definition(path, block) for path in LESSONS}
+    places = [*LESSONS, *(ROOT / "templates").glob("*.py")]
+    copies = {path.stem: definition(path, block) for path in places}
     copies = {lesson: source for lesson, source in copies.items() if source is not None}
     assert len(copies) >= 2
     assert len(set(copies.values())) == 1, f"{block} differs among {sorted(copies)}"
+
+
+def test_the_template_is_a_lesson_that_runs():
+    template = ROOT / "templates" / "lesson_NN_slug.py"
+    run = subprocess.run([sys.executable, template, "--json"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-2].startswith("PASS ")
+    assert json.loads(run.stdout.splitlines()[-1])["passed"] is True
+    assert (ROOT / "templates" / "lesson_NN_slug.ipynb").exists()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)

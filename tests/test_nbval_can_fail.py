@@ -1,7 +1,7 @@
 """`pytest --nbval` turns red when a lesson and its notebook disagree.
 
-Each case copies the repository into a folder with a space in its name, breaks one thing in the copy,
-and runs the notebook of lesson 01 there. The unbroken copy must pass: otherwise red means nothing.
+Each case copies the repository into a folder with a space in its name, breaks one thing there, and
+runs the notebook of lesson 01. The unbroken copy must pass: otherwise red means nothing.
 """
 
 import shutil
