@@ -26,11 +26,13 @@ import argparse
 import copy
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -202,6 +204,8 @@ def main(argv=None):
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
         launcher = "launch"
 
+    if launcher != "none":  # Linux: if the launcher is killed, its ranks end as well
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     rank, world_size, device = setup(args.backend)
     facts = {name: os.environ.get(name) for name in ENVIRONMENT.split()}
     ours = train(rank, world_size, device, args.steps, args.batch_size, args.seed)
