@@ -48,11 +48,11 @@ class Arguments(argparse.ArgumentParser):
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
-        for name, value in vars(args).items():
-            low, high = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}.get(name, (1, 10**6))
-            if type(value) is int and not low <= value <= high:
-                flag = "--" + name.replace("_", "-")
-                self.error(f"argument {flag}: must be from {low} to {high}, not {value}")
+        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
+        for name in ("nproc", "steps", "batch_size", "seed"):
+            low, high = limits.get(name, (1, 10**6))
+            if not low <= getattr(args, name, low) <= high:
+                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
         return args
 
     def error(self, message):
