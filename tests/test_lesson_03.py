@@ -497,7 +497,7 @@ def test_a_rank_that_fails_ends_the_job(monkeypatch, seed, reason):
     start = time.monotonic()
     with pytest.raises(SystemExit) as exit_:
         lesson.main(["--nproc", "3", "--seed", str(seed)])
-    assert time.monotonic() - start < 60  # the group's own timeout is two minutes
+    assert time.monotonic() - start < 100  # the group's own timeout is two minutes
     message = exit_.value.code  # a text: Python prints it on stderr, and the exit code is 1
     assert re.fullmatch(rf"rank 1 failed: .*{reason}.*", message.splitlines()[-1])
     ranks = set(psutil.Process().children(recursive=True)) - before
