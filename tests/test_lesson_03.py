@@ -97,8 +97,8 @@ def train_and_watch(rank, world_size, cfg):
 
 def report_process(cfg):
     """Be the function that launch_job calls: say where it was called."""
-    rank, world_size, _ = lesson.setup()
-    total = torch.tensor(rank + 1)
+    rank, world_size, device = lesson.setup()
+    total = torch.tensor(rank + 1, device=device)
     dist.all_reduce(total)
     facts = {"rank": rank, "world_size": world_size, "sum": total.item(), "seed": cfg.seed}
     return facts | {"pid": os.getpid(), "threads": torch.get_num_threads()}
@@ -502,6 +502,23 @@ def test_a_rank_that_fails_ends_the_job(monkeypatch, seed, reason):
     assert re.fullmatch(rf"rank 1 failed: .*{reason}.*", message.splitlines()[-1])
     ranks = set(psutil.Process().children(recursive=True)) - before
     assert [process for process in ranks if "spawn_main" in " ".join(process.cmdline())] == []
+
+
+def test_a_rank_that_fails_stays_a_moment_and_keeps_its_group(monkeypatch, tmp_path):
+    """Else its neighbours lose it, fail as well, and one of them may be named instead."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # run changes them; this puts them back afterwards
+    pauses = []
+    monkeypatch.setattr(lesson.time, "sleep", pauses.append)
+    cfg = config(nproc=1, seed=1, folder=str(tmp_path))
+    try:
+        with pytest.raises(ZeroDivisionError):
+            lesson.run(0, lambda cfg: 1 / 0, cfg)
+        assert pauses == [1]
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(1)
 
 
 @pytest.mark.claim("B7")
