@@ -167,6 +167,7 @@ def _rank_main(rank, world_size, payload, folder, deadline, sender):
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
         )
+        dist.barrier()  # a rank that left before all have met would break the meeting
         answer = cloudpickle.dumps(("value", fn(rank, world_size, *args)))
         if dist.is_initialized():
             dist.destroy_process_group()

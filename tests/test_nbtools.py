@@ -85,6 +85,12 @@ def test_a_function_written_in_a_cell_works():
     assert nbtools.run(cell["work"], 2, 5) == [5, 15]
 
 
+def test_ranks_may_leave_without_having_spoken():
+    """The first rank to return must not break the meeting of those that are still connecting."""
+    for _ in range(15):
+        assert nbtools.run(lambda rank, world_size: rank, 4) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
