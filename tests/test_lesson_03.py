@@ -227,7 +227,7 @@ def full_runs(tmp_path_factory):
                 runs[nproc] = Finished(process.args, process.returncode, stdout, stderr)
     finally:
         for process in started.values():
-            with contextlib.suppress(ProcessLookupError):
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert list(folder.iterdir()) == []
     return runs
