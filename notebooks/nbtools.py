@@ -56,8 +56,10 @@ def show(fn):
 
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
+# The forkserver also imports what is slow to import and what the caller has imported by now.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "cloudpickle"])
+ALWAYS = ["torch.distributed", "torch._dynamo", "cloudpickle"]
+IF_USED = ["sklearn.datasets", "tqdm"]
 
 
 def run(fn, nproc, *args, deadline=60):
@@ -71,6 +73,7 @@ def run(fn, nproc, *args, deadline=60):
     """
     if not isinstance(nproc, int) or not 1 <= nproc <= 64:
         raise ValueError(f"nproc must be a whole number from 1 to 64, not {nproc!r}")
+    _context.set_forkserver_preload(ALWAYS + [name for name in IF_USED if name in sys.modules])
     payload = cloudpickle.dumps((fn, args, dict(os.environ)))
     ranks, values, failures = [], {}, {}
     with tempfile.TemporaryDirectory() as folder:
