@@ -3,9 +3,9 @@
 In lesson 01 one process drove all replicas, and the master sent the parameters
 out in every step. Now a launcher starts one process per replica. Each process
 has its own data loader and its own optimizer. Parameters are sent once, when the
-model is wrapped. In every step only gradients travel: an all-reduce inside
+model is wrapped. In every step DDP sends only gradients: an all-reduce inside
 backward() leaves their average on every rank. All ranks then make the same
-update, and this script checks after every step that they did.
+update. After every step this script gathers the parameters, to check that they did.
 
 Run it:         bash scripts/lesson_02.sh --nproc 2 [--launcher torchrun|launch]
 What that does: torchrun --standalone --nproc-per-node=2 lessons/lesson_02_launch_ddp.py

@@ -143,7 +143,8 @@ def run(local_rank, func, cfg):
     try:
         result = func(cfg)
     except Exception:
-        time.sleep(1)  # the others lose this rank and fail too; mp.spawn names the first to leave
+        # mp.spawn names the rank that leaves first. The others lose this one, fail, and wait too.
+        time.sleep(1)  # so the rank with the true cause leaves first
         raise
     if local_rank == 0:
         Path(cfg.folder, "result.json").write_text(json.dumps(result))
@@ -234,9 +235,8 @@ def main(argv=None):
     passed = trained and result["images_evaluated"] == expected and result["accuracy"] >= wanted
     print(f"{args.data}, {args.nproc} ranks over {result['backend']} on {result['device']}")
     last = ", ".join(f"{losses[-1]:.3f}" for losses in result["loss_per_rank"])
-    print(
-        f"mean loss {means[0]:.3f} at first, {means[-1]:.3f} in step {args.steps}; by rank {last}"
-    )
+    print(f"mean loss {means[0]:.3f} at first, {means[-1]:.3f} in step {args.steps}", end="; ")
+    print(f"by rank {last}")
     print(f"a parameter differs between ranks by {result['param_spread']} at most")
     verdict = f"{'PASS' if passed else 'FAIL'} accuracy {result['accuracy']:.3f}"
     print(f"{verdict} on {result['images_evaluated']} images, asked for: {wanted}")

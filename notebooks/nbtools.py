@@ -161,6 +161,7 @@ def _rank_main(rank, world_size, payload, folder, deadline, sender):
         fn, args, environment = cloudpickle.loads(payload)
         os.environ.update(environment)  # the forkserver may be older than the notebook's changes
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        torch.seed()  # forks of one process would all draw the same "random" numbers
         loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
         if loopback:  # all ranks are here: do not depend on the host's name or network
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

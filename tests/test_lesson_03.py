@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 from datetime import timedelta
 
 import cloudpickle
@@ -354,6 +355,22 @@ def test_resnet50_says_what_to_install(monkeypatch, capsys):
     assert exit_.value.code == 2 and stdout == ""
     assert len(stderr.splitlines()) == 1
     assert re.search(r"pip install torchvision==[\d.]+$", stderr.strip())
+
+
+def test_resnet50_is_given_three_channels_and_the_right_outputs(monkeypatch):
+    """A stand-in for torchvision, which has no CPU build here: it records how it is called."""
+
+    def resnet50(num_classes):
+        return nn.Sequential(
+            nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes)
+        )
+
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    models = types.SimpleNamespace(resnet50=resnet50)
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    digits, images = torch.rand(2, 1, 8, 8), torch.rand(2, 3, 224, 224)
+    assert lesson.make_model("resnet50", 1, 10)(digits).shape == (2, 10)
+    assert lesson.make_model("resnet50", 3, 1)(images).shape == (2, 1)
 
 
 def test_claim_that_is_false_fails(monkeypatch, capsys):

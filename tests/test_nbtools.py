@@ -150,6 +150,12 @@ def test_ranks_see_the_environment_of_today(monkeypatch):
     assert nbtools.run(read_variable, 2) == ["here", "here"]
 
 
+def test_ranks_draw_different_numbers_unless_seeded():
+    """Ranks are forks of one process; without a new seed they would all draw the same."""
+    drawn = nbtools.run(lambda rank, world_size: torch.rand(2).tolist(), 3)
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+
+
 @pytest.mark.parametrize("nproc", [0, -1, 65, "two", 2.0])
 def test_a_bad_number_of_ranks_is_refused(nproc):
     with pytest.raises(ValueError, match="nproc must be a whole number from 1 to 64"):

@@ -38,8 +38,8 @@ def examine(rank, world_size, attempt, test_set):
 
 def check(attempt, nproc=2):
     """Return None if the attempt is right, else one sentence about what is wrong."""
-    # Sizes that `nproc` does not divide, and one with fewer images than there may be ranks.
-    for images, wrong in ((12 * nproc + 1, 5), (10 * nproc - 1, 3), (3, 1)):
+    # Sizes that `nproc` does not divide, and one with fewer images than ranks.
+    for images, wrong in ((12 * nproc + 1, 5), (10 * nproc - 1, 3), (1, 0)):
         test_set = make_test_set(images, wrong)
         answers = run(examine, nproc, attempt, test_set, deadline=20)
         place = f"with {images} images and {nproc} ranks"
