@@ -102,7 +102,7 @@ import argparse, json, os, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 assert parser.parse_args().local_rank is None  # torchrun passes no flag
-names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+names = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE OMP_NUM_THREADS".split()
 os.write(1, (json.dumps([int(os.environ[name]) for name in names]) + "\\n").encode())
 """
 
@@ -155,14 +155,13 @@ def started(tmp_path_factory):
     world["PYTHONPATH"] = str(SCRIPT.parent)
     jobs = {
         # name: (command, options of execute)
-        "node 0": ([*torchrun, "--node-rank=0", *node], here),
-        "node 1": ([*torchrun, "--node-rank=1", *node], here),
+        "node 0": ([*torchrun, "--node-rank=0", *node], here | {"OMP_NUM_THREADS": "3"}),
+        "node 1": ([*torchrun, "--node-rank=1", *node], here | {"OMP_NUM_THREADS": "3"}),
         "by hand 0": (by_hand, here | world | {"RANK": "0"}),
         "by hand 1": (by_hand, here | world | {"RANK": "1"}),
         "default": ([*LAUNCHER, "--json"], here | {"CUDA_VISIBLE_DEVICES": ""}),
         "launch": ([*LAUNCHER, "--nproc=2", "--launcher", "launch", *few], here),
         "torchrun 1": ([*LAUNCHER, "--nproc", 1, *few], here),
-        "torchrun 3": ([*LAUNCHER, "--nproc", 3, *few], here | {"OMP_NUM_THREADS": "2"}),
         "no launcher": ([sys.executable, "-c", GLOO_THREADS, *few], {"cwd": SCRIPT.parent}),
         "old by launch": ([*launch, *old], here),
         "--help": ([*LAUNCHER, "--help"], here),
@@ -185,7 +184,7 @@ def passed(finished):
 
 
 @pytest.mark.claim("A10", "A12", "A18")
-@pytest.mark.parametrize("nproc, name", [(1, "torchrun 1"), (2, "default"), (3, "torchrun 3")])
+@pytest.mark.parametrize("nproc, name", [(1, "torchrun 1"), (2, "default")])
 def test_torchrun_passes(started, nproc, name):
     result = passed(started[name])
     assert (result["lesson"], result["world_size"], result["launcher"]) == (2, nproc, "torchrun")
@@ -362,9 +361,10 @@ def test_launcher_sets_omp_num_threads_only_if_unset_and_says_so(started):
     for unset in ("default", "launch"):
         assert threads(unset) == ["1", "1"]
         assert SAYS_OMP in started[unset].stderr
-    assert threads("torchrun 3") == ["2", "2", "2"]  # it was set to 2: kept
     assert threads("torchrun 1") == [None]  # one process: left alone
-    for name in ("torchrun 3", "torchrun 1"):
+    for line in started["node 0"].stdout.splitlines():
+        assert json.loads(line)[-1] == 3  # it was set to 3: kept
+    for name in ("torchrun 1", "node 0"):
         assert "OMP_NUM_THREADS" not in started[name].stderr
 
 
@@ -374,9 +374,9 @@ def test_rank_is_the_number_of_a_process_not_of_a_node(started):
     nodes = [started["node 0"], started["node 1"]]
     assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
     tables = [sorted(json.loads(line) for line in node.stdout.splitlines()) for node in nodes]
-    # rank, local rank, node rank, world size, local world size
-    assert tables[0] == [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2]]
-    assert tables[1] == [[2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]
+    # rank, local rank, node rank, world size, local world size, threads
+    assert tables[0] == [[0, 0, 0, 4, 2, 3], [1, 1, 0, 4, 2, 3]]
+    assert tables[1] == [[2, 0, 1, 4, 2, 3], [3, 1, 1, 4, 2, 3]]
     facts = passed(started["default"])["environment"]  # and what the lesson reports of one node
     assert [int(ours["GROUP_RANK"]) for ours in facts] == [0, 0]
 
@@ -610,10 +610,11 @@ def test_main_fails_when_a_technique_is_removed(technique):
 def test_a_rank_takes_batch_size_over_world_size_rows(started):
     assert passed(started["default"])["rows_per_rank"] == [[15, 15, 15, 5]] * 2
     assert passed(started["torchrun 1"])["rows_per_rank"] == [[30, 30, 30, 10]]
-    code, output = run(main_without, 4, None, "--json")[0]
-    four = json.loads(output.splitlines()[-1])
-    assert (code, four["passed"], four["world_size"]) == (0, True, 4)
-    assert four["rows_per_rank"] == [[7, 7, 7, 4]] * 4  # 28 rows in the first step, not 30
+    for nproc, rows in ((3, [10, 10, 10, 4]), (4, [7, 7, 7, 4])):  # 4 ranks: 28 rows, not 30
+        code, output = run(main_without, nproc, None, "--json")[0]
+        result = json.loads(output.splitlines()[-1])
+        assert (code, result["passed"], result["world_size"]) == (0, True, nproc)
+        assert result["rows_per_rank"] == [rows] * nproc
 
 
 # --- Data ---

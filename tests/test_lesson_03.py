@@ -329,12 +329,6 @@ def test_bad_value_costs_one_line(monkeypatch, capsys, flags, named):
     assert len(lines) == 1 and named in lines[0]
 
 
-def test_bad_value_costs_one_line_in_the_shell_too():
-    run = run_lesson(3, "--nproc", 0)
-    assert run.returncode == 2 and run.stdout == ""
-    assert len(run.stderr.splitlines()) == 1 and "--nproc" in run.stderr
-
-
 def test_help_starts_nothing(monkeypatch, capsys):
     monkeypatch.setattr(lesson, "launch_job", None)
     with pytest.raises(SystemExit) as exit_:
