@@ -1,0 +1,250 @@
+"""Lesson 06: what must be saved so that a killed job goes on as if nothing had happened?
+
+After every step rank 0 writes a checkpoint: the model, the momentum, the learning-rate
+schedule, the position in the epoch, and the random state of every rank, 5,056 bytes that
+each rank sends to rank 0. The others wait until the file is on the disk.
+A job that was stopped must end with the same bits as a job that was not.
+
+Run it:  bash scripts/lesson_06.sh --nproc 2
+Kill it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and again: it resumes)
+
+Output to expect on a CPU:
+
+    ranks: 2, over gloo on cpu; checkpoints kept: 2
+    resumed from step 5, 30 rows into epoch 1
+    PASS the parameters of 2 ranks differ by 0.0 from those of 12 steps without a stop
+"""
+
+import argparse
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+import zipfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+
+class Arguments(argparse.ArgumentParser):
+    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
+
+    def __init__(self, text, **defaults):
+        super().__init__(description=text, allow_abbrev=False)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        for name, value in {**defaults, "seed": 0}.items():
+            flag = "--" + name.replace("_", "-")
+            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
+        self.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
+        for name in ("nproc", "steps", "batch_size", "seed"):
+            low, high = limits.get(name, (1, 10**6))
+            if not low <= getattr(args, name, low) <= high:
+                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
+        return args
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
+
+
+def setup(backend=None, store=None):
+    """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
+
+    The launcher's variables say who we are; without them we are a world of one, without any port.
+    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
+    """
+    import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            rank, world_size, store = 0, 1, dist.HashStore()
+        backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
+        place = {"rank": rank, "world_size": world_size, "store": store}
+        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
+    if dist.get_backend() != "nccl":
+        return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local_rank)
+
+
+# --- New in this lesson ---
+
+
+def on_cpu(item):
+    """Return nested dicts with every tensor on the CPU; the live ones stay (claims A15, A16)."""
+    if isinstance(item, dict):
+        return {key: on_cpu(value) for key, value in item.items()}
+    return item.cpu() if isinstance(item, torch.Tensor) else item
+
+
+def checkpoints(folder):
+    """Return the paths of the checkpoints in `folder`, the oldest first."""
+    return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith("step_")]
+
+
+def save_atomically(state, folder, step, keep=2):
+    """Write `state` to folder/step_XXXXXXXX.pt, keep the latest `keep`; return the bytes (A17).
+
+    Killed at any moment, or on a full or read-only disk (OSError), it leaves the old files whole.
+    """
+    buffer = io.BytesIO()  # torch.save on a full disk raises "unexpected pos"; a write says why
+    torch.save(state, buffer)
+    target, unfinished = Path(folder, f"step_{step:08}.pt"), Path(folder, "unfinished.tmp")
+    try:
+        with open(unfinished, "wb") as file:  # not the name of a checkpoint: nobody will load it
+            file.write(buffer.getbuffer())
+            file.flush()  # from Python to the operating system
+            os.fsync(file.fileno())  # and to the disk: else the name could be there before the data
+        os.replace(unfinished, target)  # in one step: the name has its data, or is not there
+    finally:
+        unfinished.unlink(missing_ok=True)  # after an error: give the space back
+    handle = os.open(folder, os.O_RDONLY)  # the name is an entry of the folder: to the disk with it
+    os.fsync(handle)
+    os.close(handle)
+    for old in [path for path in checkpoints(folder) if path <= target][:-keep]:
+        old.unlink()  # last of all: only now is there something newer
+    return buffer.tell()
+
+
+def load_latest(folder):
+    """Return the latest intact checkpoint, on the CPU (A15), or None; OSError if none is intact."""
+    complaints = []  # a line for each damaged file that is newer
+    for path in reversed(checkpoints(folder)):
+        try:
+            if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
+                raise ValueError("a checksum is wrong")
+            # map_location: else all ranks load to the one device that the file names, and fill it.
+            # weights_only: tensors and plain containers; a file that carries code is refused.
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return state | {"complaints": complaints}
+        except Exception as error:  # damage has many forms, and all mean: use the one before
+            complaints.append(f"{path.name} can't be used: {error!r:.80}")
+    if complaints:  # to start anew would in time delete what can perhaps be repaired
+        raise OSError(f"no checkpoint is intact in {folder}: {'; '.join(complaints)}")
+
+
+def save_together(state, folder, generator, device):
+    """Save on rank 0, with every rank's random state; the others wait (A17). Return the bytes."""
+    own = generator.get_state().to(device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.gather(own, everyone if dist.get_rank() == 0 else None)  # on a CPU 5,056 bytes each
+    state = on_cpu(state | {"random": dict(enumerate(everyone))})
+    written = save_atomically(state, folder, state["step"]) if dist.get_rank() == 0 else 0
+    dist.barrier()  # nobody goes on before the file is on the disk
+    return written
+
+
+def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, dropout=0.2):
+    """Train to step `steps`, from the latest file in `folder`; return 12 parameters and facts."""
+    torch.manual_seed(seed)  # the same data and the same first weights on all ranks
+    rows = torch.randn(100, 5)
+    targets = rows @ torch.randn(5, 2) + 0.5 * torch.randn(100, 2)
+    model = nn.Sequential(nn.Dropout(dropout), nn.Linear(5, 2)).to(device)
+    replica = nn.parallel.DistributedDataParallel(model)
+    # After its first backward DDP sorts its bucket, which can change the last bit of gloo's sums.
+    replica(rows[:1].to(device)).sum().backward()  # so every step that counts comes after that
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)
+    parts = {"model": replica.module, "optimizer": optimizer, "schedule": schedule}  # A8: module
+    sampler = DistributedSampler(rows, world_size, rank, seed=seed)
+    on_gpu = device.type == "cuda"  # dropout draws from the generator of its device
+    generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+    now = {"seed": seed, "batch_size": batch_size, "step": 0, "epoch": 0, "rows": 0, "losses": []}
+    saved, written = load_latest(folder) if folder else None, 0
+    if saved:
+        now = {name: saved[name] for name in now}
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])  # copies from the CPU to the device of the part
+    torch.manual_seed(seed + rank + 1000 * now["step"])  # each rank draws its own dropout
+    by = f"{world_size} ranks on {device.type}"
+    if saved and saved["by"] == by:  # else the file has no random state for each of us
+        generator.set_state(saved["random"][rank])
+    while now["step"] < steps:
+        sampler.set_epoch(now["epoch"])  # one order for all; each takes every world_size-th row
+        mine = list(sampler)[now["rows"] // world_size :][: batch_size // world_size]
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(replica(rows[mine].to(device)), targets[mine].to(device))
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        now |= {"step": now["step"] + 1, "rows": now["rows"] + len(mine) * world_size}
+        now |= {"losses": [*now["losses"], loss.item()]}
+        if now["rows"] >= sampler.total_size:
+            now |= {"epoch": now["epoch"] + 1, "rows": 0}
+        if folder:
+            state = now | {name: part.state_dict() for name, part in parts.items()}
+            written += save_together(state | {"by": by}, folder, generator, device)
+    parameters = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+    return now | {"saved": saved, "bytes_written": written, "parameters": parameters}
+
+
+def main(argv=None):
+    """Run the lesson; return 0 if its claim holds, else 1."""
+    parser = Arguments(__doc__, steps=12, batch_size=30)
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="keep them in this folder")
+    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
+    args = parser.parse_args(argv)
+    if args.steps < 2 or args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error("--steps must be at least 2, --batch-size at least the number of ranks")
+    try:
+        saved = None if args.checkpoints is None else load_latest(args.checkpoints)
+    except OSError as error:
+        parser.error(f"argument --checkpoints: {error}")
+    made = saved and [saved[name] for name in ("seed", "batch_size", "step")]
+    if saved and (made[:2] != [args.seed, args.batch_size] or made[2] >= args.steps):
+        parser.error("argument --checkpoints: seed {}, batch size {}, at step {}".format(*made))
+    if args.check:
+        return 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if torchrun is killed, its ranks end as well
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed
+    rank, world_size, device = setup()
+    temporary = None if rank or args.checkpoints else tempfile.TemporaryDirectory()
+    job = [args.batch_size, args.seed, temporary.name if temporary else args.checkpoints]
+    dist.broadcast_object_list(job)  # rank 0's folder is that of all ranks
+    try:
+        if not checkpoints(job[2]):  # a first job, which stops early
+            train(rank, world_size, device, min(5, args.steps - 1), *job)
+        resumed = train(rank, world_size, device, args.steps, *job)
+    except OSError as error:
+        sys.exit(f"rank {rank}: checkpoints in {job[2]}: {error}")
+    kept = len(checkpoints(job[2])) if rank == 0 else 0
+    temporary = temporary and temporary.cleanup()
+    whole = train(rank, world_size, device, args.steps, *job[:2])
+    diffs, saved = [None] * world_size, resumed["saved"]
+    dist.all_gather_object(diffs, (resumed["parameters"] - whole["parameters"]).abs().max().item())
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    exact = saved["by"] == f"{world_size} ranks on {device.type}"
+    moved = not torch.equal(resumed["parameters"][:10], saved["model"]["1.weight"].flatten())
+    passed = moved and all(diff == 0.0 if exact else diff < float("inf") for diff in diffs)
+    if rank == 0:
+        sys.stderr.writelines(f"{line}\n" for line in saved["complaints"])
+        print(f"ranks: {world_size}, over {backend} on {device.type}; checkpoints kept: {kept}")
+        print("resumed from step {step}, {rows} rows into epoch {epoch}".format_map(saved))
+        if not exact:
+            print(f"saved by {saved['by']}: dropout and rounding are now different")
+        found = f"the parameters of {world_size} ranks differ by {max(diffs)} from those of"
+        print(f"{'PASS' if passed else 'FAIL'} {found} {args.steps} steps without a stop")
+        if args.json:
+            result = {"lesson": 6, "world_size": world_size, "backend": backend}
+            result |= {"device": device.type, "passed": passed, "max_param_diff": max(diffs)}
+            result |= {"resumed_from_step": saved["step"], "checkpoints_kept": kept}
+            print(json.dumps(result | {"bytes_written": resumed["bytes_written"]}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

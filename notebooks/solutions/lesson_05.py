@@ -1,0 +1,60 @@
+"""The exercise of lesson 05: the loss over the rows of all ranks, whatever each rank has."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from nbtools import run
+
+
+def solution(loss_of_my_rows, my_row_count):
+    """Return the mean loss over the rows of all ranks, the same number on every rank (claim C4)."""
+    loss_sum = loss_of_my_rows.item() * my_row_count if my_row_count else 0.0  # 0 rows: not nan
+    numbers = torch.tensor([loss_sum, my_row_count], dtype=torch.float64)
+    dist.all_reduce(numbers)  # a sum and a count, 16 bytes from each rank
+    return (numbers[0] / numbers[1]).item()
+
+
+def examine(rank, world_size, attempt, losses):
+    """Call the attempt with the mean over this rank's rows, as a loss function computes it."""
+    mean = torch.tensor(losses[rank], dtype=torch.float64).mean()  # nan if there are no rows
+    answer = attempt(mean, len(losses[rank]))
+    return answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer
+
+
+def make_cases(nproc):
+    """Return [(words, losses of the rows by rank)]: equal parts, unequal parts, no row at all."""
+    even = [[rank + 0.5, 3.0 * rank] for rank in range(nproc)]
+    uneven = [[1.0 + rank] * (rank + 1) for rank in range(nproc)]
+    return [
+        ("equally many rows on all ranks", even),
+        ("unequal numbers of rows", uneven),
+        ("no row on the last rank", [*uneven[:-1], []] if nproc > 1 else uneven),
+        ("no row on rank 0", [[], *uneven[1:]] if nproc > 1 else uneven),
+    ]
+
+
+def check(attempt, nproc=2):
+    """Return None if the attempt is right on `nproc` ranks, else one sentence about the mistake."""
+    for words, losses in make_cases(nproc):
+        rows = [loss for part in losses for loss in part]
+        right = sum(rows) / len(rows)
+        means = [sum(part) / len(part) for part in losses if part]
+        answers = run(examine, nproc, attempt, losses, deadline=20)
+        for rank, answer in enumerate(answers):
+            place = f"with {words}, rank {rank}"
+            if not isinstance(answer, (int, float)):
+                return f"{place} returned {type(answer).__name__}, not a number"
+            if abs(answer - right) < 1e-12:
+                continue
+            hint = "it must be the loss of all rows, on every rank"
+            if math.isnan(answer):
+                hint = "the mean over no rows is nan, and 0 times nan is nan"
+            elif math.isclose(answer, sum(means)):
+                hint = "that is the sum over the ranks: all_reduce does not divide"
+            elif losses[rank] and math.isclose(answer, sum(losses[rank]) / len(losses[rank])):
+                hint = "that is the loss of its own rows: nothing was reduced"
+            elif math.isclose(answer, sum(means) / nproc):
+                hint = "that is the mean of the means: a rank with more rows must count more"
+            return f"{place} returned {answer:.4g}, not {right:.4g}: {hint}"
+    return None
