@@ -6,7 +6,7 @@ processes as you would by hand, in N terminals. They check in, join, do one all-
 from each rank), and leave. New: join; check_in, which names a rank that is missing; explain.
 
 Run it:   bash scripts/lesson_04.sh --init env|tcp|file|store --nproc 2
-By hand:  copy each line that it prints into a terminal of its own
+By hand:  copy each line that it prints into a terminal (with file, name a path of your own)
 
 Output to expect on a CPU:
 
@@ -89,7 +89,7 @@ def check_in(store, rank, world_size, timeout):
     """Return when every rank is here once, with this world size; else raise RuntimeError (E9, E14).
 
     Three small messages go to the store. The last one is answered when all ranks have come, or
-    after `timeout` seconds. The library has no such check: it waits, and can't say for whom.
+    after `timeout` seconds. The library has no such check: it only waits.
     """
     size = store.compare_set("world size", "", str(world_size)).decode()  # the first rank sets it
     if size != str(world_size):

@@ -92,7 +92,7 @@ def one_voice(rank, speakers=(0,), prefix=False):
 
     Yields `say`, a print for a rank that must speak; it puts the rank before each line. With
     `prefix`, print does so too. At the end all is put back, also after an exception.
-    A print into a file of yours is left alone, and what C++ code writes can't be stopped here.
+    A print into a file of yours is left alone. What C++ code writes is not stopped.
     """
     real_print, root = builtins.print, logging.getLogger()
     before = root.handlers, root.level, root.manager.disable

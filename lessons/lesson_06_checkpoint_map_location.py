@@ -1,8 +1,8 @@
 """Lesson 06: what must be saved so that a killed job goes on as if nothing had happened?
 
 After every step rank 0 writes a checkpoint: the model, the momentum, the learning-rate
-schedule, the position in the epoch, and the random state of every rank, 5,056 bytes that
-each rank sends to rank 0. The others wait until the file is on the disk.
+schedule, the position in the epoch, and the random state of every rank, which each rank
+sends to rank 0 (5,056 bytes on a CPU). The others wait until the file is on the disk.
 A job that was stopped must end with the same bits as a job that was not.
 
 Run it:  bash scripts/lesson_06.sh --nproc 2
