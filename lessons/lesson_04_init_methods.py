@@ -186,7 +186,7 @@ def start_by_hand(method, place, world_size, flags):
         for process in ranks:
             process.kill()
         reports = [json.loads(process.communicate()[0] or "{}") for process in ranks]
-    failed = [(reports[rank].get("time", 0), rank) for rank, code in enumerate(codes) if code]
+    failed = [(r.get("time", 0), n) for n, r in enumerate(reports) if codes[n] or "error" in r]
     if failed or None in codes:
         rank = min(failed)[1] if failed else codes.index(None)
         how = f"exit code {codes[rank]}" if failed else f"no answer in {2 * TIMEOUT} s"

@@ -279,10 +279,10 @@ if mode == "wrong sum":
 if mode == "same rank":
     report["rank"] = 0
 if mode == "error" and rank == 1:
-    time.sleep(0.2)
     report |= {{"error": "OSError: no luck", "time": time.time()}}
-if mode == "error" and rank == 0:  # it lost rank 1, and is the first to end
-    time.sleep(0.4)
+if mode == "error" and rank == 0:  # it loses rank 1, and is the first to end
+    while not os.path.exists(__file__ + ".lost"):
+        time.sleep(0.02)
     report |= {{"error": "RuntimeError: Connection closed", "time": time.time()}}
 if mode == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -290,7 +290,8 @@ if mode in ("killed", "hang") and rank == 0:
     time.sleep(1000)
 print(json.dumps(report), flush=True)
 if mode == "error" and rank == 1:
-    time.sleep(0.4)
+    open(__file__ + ".lost", "w").close()
+    time.sleep(3)
 sys.exit("error" in report)
 """
 
