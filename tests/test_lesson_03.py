@@ -555,16 +555,6 @@ def test_a_rank_that_fails_stays_a_moment_and_keeps_its_group(monkeypatch, tmp_p
         torch.set_num_threads(1)
 
 
-@pytest.mark.claim("B7")
-def test_a_killed_rank_ends_the_script(long_run):
-    process, family, ranks = long_run
-    ranks[1].kill()
-    _, stderr = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1
-    assert re.match(r"rank \d failed: .*SIGKILL", stderr.strip().splitlines()[-1])
-    assert still_alive(family) == []
-
-
 def test_interrupt_ends_all_ranks(long_run):
     process, family, _ = long_run
     process.send_signal(signal.SIGINT)

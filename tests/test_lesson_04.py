@@ -553,9 +553,12 @@ def interfaces(names, port):
     return arguments_of
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """Run all failures of the raw library at once; return {name: the answers by rank}."""
+@pytest.fixture(scope="module", autouse=True)
+def failing(tmp_path_factory, no_slow_names):
+    """Start all failures of the raw library, in the background: they wait, and need no processor.
+
+    Return {name: future}. The other tests of this file run meanwhile.
+    """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(14)]
         free = [listener.getsockname()[1] for listener in listeners]
@@ -593,12 +596,16 @@ def failures(tmp_path_factory):
         except RankFailed as error:
             return [str(error)]
 
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(len(jobs) + 1) as pool:
         slow = {name: pool.submit(hangs_for_6_seconds, job) for name, job in hangs.items()}
-        futures = {name: pool.submit(answers, job) for name, job in jobs.items()} | slow
-        results = {name: future.result() for name, future in futures.items()}
+        yield {name: pool.submit(answers, job) for name, job in jobs.items()} | slow
     other_job.close()
-    return results
+
+
+@pytest.fixture(scope="module")
+def failures(failing):
+    """Return {name: the answers by rank} of all failures."""
+    return {name: future.result() for name, future in failing.items()}
 
 
 FAILURES = {  # name: (sign in the text of the last rank's error, a word of its explanation)
