@@ -1,0 +1,72 @@
+"""The exercise of lesson 08: scale the loss, so that an average of gradients is the right gradient.
+
+Paddle is imported in `check` only: whoever imports this file need not have it, or wait for it.
+"""
+
+import sys
+
+import numpy as np
+from lesson_08_paddle_parallel_do import import_paddle
+
+
+def solution(loss_sum, words, world_size, all_reduce_sum):
+    """Return this rank's loss, a scalar tensor, for a framework that averages gradients (D13).
+
+    `loss_sum` is the sum over this rank's `words` real words. `all_reduce_sum(number)` returns the
+    sum of that number over all ranks; every rank has to call it.
+    """
+    return loss_sum * world_size / all_reduce_sum(words)
+
+
+def average_gradient(paddle, attempt, rows, masks):
+    """Let the attempt be each rank in turn; return the average gradient, or what is wrong.
+
+    Each rank is asked twice. The first time we learn what it adds to the sums; the second time
+    `all_reduce_sum` returns the sums of all ranks.
+    """
+    added, gradients = [], []
+    for totals in (None, added):
+        for rank, (part, mask) in enumerate(zip(rows, masks, strict=True)):
+            calls = []
+
+            def all_reduce_sum(number, calls=calls, totals=totals):
+                calls.append(float(number))
+                return calls[-1] if totals is None else sum(ours[len(calls) - 1] for ours in totals)
+
+            weight = paddle.to_tensor(np.ones(3), stop_gradient=False)
+            loss_sum = ((paddle.to_tensor(part) @ weight).exp() * paddle.to_tensor(mask)).sum()
+            loss = attempt(loss_sum, float(mask.sum()), len(rows), all_reduce_sum)
+            if not isinstance(loss, paddle.Tensor) or loss.stop_gradient:
+                return f"rank {rank} returned no tensor that depends on loss_sum"
+            if totals is None:
+                added.append(calls)
+            else:
+                loss.sum().backward()
+                gradients.append(weight.grad.numpy())
+        if len({len(calls) for calls in added}) > 1:
+            return "all_reduce_sum was not called by every rank: who calls it waits for the others"
+    return sum(gradients) / len(rows)
+
+
+def check(attempt, nproc=2):
+    """Return None if the attempt is right, else one sentence about what is wrong."""
+    import_paddle()
+    paddle = sys.modules["paddle"]
+    generator = np.random.default_rng(0)
+    for lengths in (range(4, 4 + nproc), range(1, 1 + 5 * nproc, 5), [3] * nproc):
+        rows = [generator.normal(size=(8 * nproc, 3)) for _ in lengths]
+        masks = [(np.arange(8 * nproc) < length).astype("f8") for length in lengths]
+        found = average_gradient(paddle, attempt, rows, masks)
+        place = f"with {nproc} ranks that have {' + '.join(map(str, lengths))} words"
+        if isinstance(found, str):
+            return f"{place}: {found}"
+        all_rows, mask = np.concatenate(rows), np.concatenate(masks)
+        outputs = np.exp(all_rows.sum(1)) * mask
+        expected = outputs @ all_rows / mask.sum()
+        if not np.allclose(found, expected, rtol=1e-9, atol=0):
+            ratio = float(found @ expected / (expected @ expected))
+            hint = "some words count more than others"
+            if np.allclose(found, ratio * expected):
+                hint = f"it is {ratio:.3g} times the right one"
+            return f"{place} the average of the gradients is not that of one process: {hint}"
+    return None
