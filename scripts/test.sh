@@ -6,4 +6,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest --nbval "$@"
+# Test files and notebooks are shared out to as many processes as there are CPUs, at most four.
+exec "$python" -m pytest --nbval -n logical --maxprocesses 4 --dist loadfile "$@"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
 
 # Test function ("tests/test_x.py::test_y") -> outcomes of its runs in this session.
 OUTCOMES = {}
+UNPROVEN = []
 
 
 class Finished(subprocess.CompletedProcess):
@@ -48,15 +50,57 @@ def run_lesson(number, *flags, **options):
     return Finished(process.args, process.returncode, stdout, stderr)
 
 
+def read_claims():
+    """Return {claim id: (verdict, [tests])} from the tables of CLAIMS.md."""
+    rows = {}
+    for line in (ROOT / "CLAIMS.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 5 and re.fullmatch(r"[A-E]\d+", cells[0]):
+            assert cells[0] not in rows, f"two rows for {cells[0]}"
+            rows[cells[0]] = (cells[2], re.findall(r"`(tests/\S+?\.py::\w+)`", cells[4]))
+    return rows
+
+
+def unproven(rows, outcomes):
+    """Return a line for each test of a claim that was selected and did not pass.
+
+    A skipped test proves nothing: the verdict must say that it needs a GPU. A test that is not in
+    `outcomes` was not selected in this run: it can't be judged.
+    """
+    lines = []
+    for claim, (verdict, tests) in rows.items():
+        for test in tests:
+            seen = set(outcomes.get(test, ["passed"]))
+            if seen != {"passed"} and not (seen == {"skipped"} and "GPU" in verdict):
+                lines.append(f"{claim} is not proven: {test} {', '.join(sorted(seen))}")
+    return lines
+
+
 def pytest_collection_modifyitems(items):
-    """Skip GPU tests where there is no GPU; run test_claims.py after all that it asks about."""
+    """Skip GPU tests where there is no GPU."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    items.sort(key=lambda item: item.nodeid.startswith("tests/test_claims.py"))
 
 
 def pytest_runtest_logreport(report):
     """Remember how each test ended; a skip counts as a skip, not as a pass."""
     if report.when == "call" or report.outcome != "passed":
         OUTCOMES.setdefault(report.nodeid.split("[")[0], []).append(report.outcome)
+
+
+def pytest_sessionfinish(session):
+    """Fail the run if it left a claim unproven."""
+    if hasattr(session.config, "workerinput"):
+        return  # one of several processes of pytest-xdist: the one that started them judges
+    UNPROVEN.extend(unproven(read_claims(), OUTCOMES))
+    if UNPROVEN and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the claims that this run did not prove."""
+    if UNPROVEN:
+        terminalreporter.section("claims of CLAIMS.md that were not proven", red=True)
+        for line in UNPROVEN:
+            terminalreporter.line(line)
