@@ -1,5 +1,6 @@
 """What several tests need: starting a lesson as a reader does, and the record of proven claims."""
 
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+
+# A framework's name for `import`, and for pip. Without it, what needs it is skipped.
+FRAMEWORKS = {"tensorflow": "tensorflow", "paddle": "paddlepaddle"}
+MISSING = {name: pip for name, pip in FRAMEWORKS.items() if importlib.util.find_spec(name) is None}
+NOTEBOOKS_NEED = {"lesson_07": ["tensorflow"], "lesson_08": ["paddle", "tensorflow"]}
 
 # Test function ("tests/test_x.py::test_y") -> outcomes of its runs in this session.
 OUTCOMES = {}
@@ -65,28 +71,37 @@ def unproven(rows, outcomes):
     """Return a line for each test of a claim that was selected and did not pass.
 
     A skipped test proves nothing: the verdict must say that it needs a GPU. A test that is not in
-    `outcomes` was not selected in this run: it can't be judged.
+    `outcomes` was not selected in this run: it can't be judged. Nor can one whose framework is not
+    installed: the run ends with a line about that.
     """
     lines = []
     for claim, (verdict, tests) in rows.items():
         for test in tests:
-            seen = set(outcomes.get(test, ["passed"]))
+            seen = set(outcomes.get(test, ["passed"])) - {"not installed"} or {"passed"}
             if seen != {"passed"} and not (seen == {"skipped"} and "GPU" in verdict):
                 lines.append(f"{claim} is not proven: {test} {', '.join(sorted(seen))}")
     return lines
 
 
 def pytest_collection_modifyitems(items):
-    """Skip GPU tests where there is no GPU."""
+    """Skip what needs a GPU, or a framework, that is not here."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        needed = [name for mark in item.iter_markers("needs") for name in mark.args]
+        if item.path.suffix == ".ipynb":
+            needed = NOTEBOOKS_NEED.get(item.path.name[: len("lesson_NN")], [])
+        for name in needed:
+            if name in MISSING:
+                item.add_marker(pytest.mark.skip(reason=f"{MISSING[name]} is not installed"))
 
 
 def pytest_runtest_logreport(report):
     """Remember how each test ended; a skip counts as a skip, not as a pass."""
     if report.when == "call" or report.outcome != "passed":
-        OUTCOMES.setdefault(report.nodeid.split("[")[0], []).append(report.outcome)
+        not_installed = report.skipped and "is not installed" in str(report.longrepr)
+        outcome = "not installed" if not_installed else report.outcome
+        OUTCOMES.setdefault(report.nodeid.split("[")[0], []).append(outcome)
 
 
 def pytest_sessionfinish(session):
@@ -99,8 +114,11 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Name the claims that this run did not prove."""
+    """Name the claims that this run did not prove, and the frameworks that it lacked."""
     if UNPROVEN:
         terminalreporter.section("claims of CLAIMS.md that were not proven", red=True)
         for line in UNPROVEN:
             terminalreporter.line(line)
+    if any("not installed" in outcomes for outcomes in OUTCOMES.values()):
+        names = " and ".join(MISSING.values())
+        terminalreporter.line(f"skipped what needs {names}: not installed here")

@@ -55,6 +55,7 @@ def test_a_claim_whose_test_did_not_pass_is_named():
     rows = {"A1": ("holds", ["t::a"]), "A2": ("holds; needs a GPU", ["t::b"])}
     assert unproven(rows, {"t::a": ["passed", "passed"], "t::b": ["skipped"]}) == []
     assert unproven(rows, {}) == []
+    assert unproven(rows, {"t::a": ["not installed"]}) == []
     for outcomes in (["skipped"], ["passed", "failed"], ["passed", "skipped"]):
         assert "A1 is not proven: t::a" in unproven(rows, {"t::a": outcomes})[0]
     assert "A2 is not proven: t::b failed" in unproven(rows, {"t::b": ["failed"]})

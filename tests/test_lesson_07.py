@@ -7,7 +7,6 @@ import collections
 import contextlib
 import doctest
 import functools
-import importlib.util
 import io
 import itertools
 import json
@@ -28,10 +27,7 @@ if __name__ != "__main__":  # a measuring process needs neither: conftest import
     import pytest
     from conftest import ENVIRONMENT, Finished, start_lesson
 
-    pytestmark = pytest.mark.skipif(
-        importlib.util.find_spec("tensorflow") is None,
-        reason="needs tensorflow: pip install tensorflow==2.21.0",
-    )
+    pytestmark = pytest.mark.needs("tensorflow")
 
 # --- What the measuring processes do ---
 

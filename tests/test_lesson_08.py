@@ -7,7 +7,6 @@ runs in a few processes, which start together and print what they measured.
 import argparse
 import contextlib
 import doctest
-import importlib.util
 import inspect
 import json
 import os
@@ -25,14 +24,7 @@ from conftest import ROOT, Finished, start_lesson
 from solutions import lesson_08 as exercise
 
 DEADLINE = 200  # seconds, for what takes twenty
-HAS_PADDLE = importlib.util.find_spec("paddle") is not None
-HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 LESSON_07 = ROOT / "lessons" / "lesson_07_tf_make_parallel.py"
-needs_paddle = pytest.mark.skipif(not HAS_PADDLE, reason="needs paddlepaddle")
-needs_both = pytest.mark.skipif(
-    not (HAS_PADDLE and HAS_TENSORFLOW and LESSON_07.exists()),
-    reason="needs paddlepaddle, tensorflow and lesson 07",
-)
 WEIGHTS = ["embedding", "kernel_1", "bias_1", "kernel_2", "bias_2", "softmax_kernel"]
 WEIGHTS += ["softmax_bias"]
 
@@ -269,7 +261,7 @@ def default(started):
 # --- The killed parent comes first: its workers run until someone ends them ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 def test_killed_script_leaves_no_worker(started):
     end = time.monotonic() + DEADLINE
     while len(workers := spawned(started["wait"])) < 2 or not all(map(is_busy, workers)):
@@ -298,7 +290,7 @@ def is_busy(process):
 # --- The script ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_default_run_passes(default):
     facts = default.json
@@ -312,7 +304,7 @@ def test_default_run_passes(default):
     assert default.stderr == ""
 
 
-@needs_both
+@pytest.mark.needs("paddle", "tensorflow")
 def test_output_is_the_one_in_the_docstring(default):
     _, _, text = lesson.__doc__.partition("Output to expect on a CPU:")
     wanted = textwrap.dedent(text).strip() + "\n"
@@ -320,7 +312,7 @@ def test_output_is_the_one_in_the_docstring(default):
     assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), got
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 def test_saved_file_has_losses_gradients_and_weights(default, started):
     saved = np.load(started["saved"])
     names = [f"{kind}_{name}" for kind in ("gradient", "weight") for name in WEIGHTS]
@@ -330,7 +322,7 @@ def test_saved_file_has_losses_gradients_and_weights(default, started):
     assert all(abs(saved[f"weight_{name}"] - first[name]).max() > 1e-3 for name in WEIGHTS)
 
 
-@needs_both
+@pytest.mark.needs("paddle", "tensorflow")
 @pytest.mark.claim("D13")
 def test_paddle_and_tensorflow_agree_in_float32(default):
     facts = default.json
@@ -340,7 +332,7 @@ def test_paddle_and_tensorflow_agree_in_float32(default):
     assert one[-1] < one[0] - 0.5
 
 
-@needs_both
+@pytest.mark.needs("paddle", "tensorflow")
 @pytest.mark.claim("D13")
 def test_paddle_and_tensorflow_agree_in_float64(started):
     run = finished(started, "float64")  # it runs at the same time as the default run
@@ -481,7 +473,7 @@ def test_lesson_07_is_given_the_same_flags(monkeypatch, tmp_path):
 # --- parallel_do ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_inputs_are_split_and_outputs_merged_in_order(facts):
     places = facts["places"]
@@ -492,14 +484,14 @@ def test_inputs_are_split_and_outputs_merged_in_order(facts):
     assert places["merged"] == (rows.sum(1) * 2 * np.arange(10)).tolist()
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_each_place_has_a_copy_of_the_weights(facts):
     """The body added 1 to its copy before it used it: no place saw that of another."""
     assert facts["places"]["master"] == [1.0, 1.0] and facts["places"]["gradient"] is True
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_gradients_of_any_number_of_places_are_those_of_one(facts):
     assert sorted(facts["same_places"]) == ["2", "3", "4", "8"]
@@ -508,18 +500,18 @@ def test_gradients_of_any_number_of_places_are_those_of_one(facts):
     assert facts["threads"] < 1e-12 and facts["float32"] == "float32"
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_fluid_and_its_parallel_do_are_gone(facts):
     assert facts["fluid"] == "No module named 'paddle.fluid'" and facts["gone"] == []
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 def test_padding_has_no_influence(facts):
     assert facts["loss"] == facts["padding_changed"]
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D13")
 def test_padded_length_gives_another_loss(facts):
     assert facts["real_words"] < 0.9
@@ -538,7 +530,7 @@ def test_pairs_belong_together():
 # --- DataParallel ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_workers_have_the_gradient_of_one_place(facts):
     """Ranks 1 and 2 start with zeros: DataParallel sends them rank 0's weights."""
@@ -548,7 +540,7 @@ def test_workers_have_the_gradient_of_one_place(facts):
     assert len({round(part, 6) for part in facts["three_parts"]}) == 3  # each has its own rows
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D13")
 def test_mean_over_own_words_is_not_the_mean(facts):
     assert min(facts["own_words"]) > 1e-3
@@ -556,7 +548,7 @@ def test_mean_over_own_words_is_not_the_mean(facts):
     assert facts["own_words_by_hand"] == pytest.approx(facts["own_words"][0])
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.parametrize(
     ("how", "reason"), [("raise", "ValueError: no such word"), ("kill", "exit code -9")]
 )
@@ -605,7 +597,7 @@ def test_the_first_failure_is_named_and_not_a_neighbour(monkeypatch, codes, told
 # --- Devices ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D11")
 def test_without_gpus_all_places_are_the_cpu(facts):
     if facts["one"]["gpus"] == 0:
@@ -613,7 +605,7 @@ def test_without_gpus_all_places_are_the_cpu(facts):
 
 
 @pytest.mark.gpu
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D11")
 def test_paddle_sees_only_the_devices_of_the_variable():
     count = "import paddle; print(paddle.device.cuda.device_count())"
@@ -631,12 +623,12 @@ def test_paddle_sees_only_the_devices_of_the_variable():
 # --- The exercise ---
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 def test_solution_is_correct(facts):
     assert facts["solution"] == [None, None, None, None, "correct"]
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 @pytest.mark.parametrize(
     ("attempt", "hint"),
     [
@@ -652,7 +644,7 @@ def test_wrong_attempt_is_refused(facts, attempt, hint):
     assert hint in facts["judged"][attempt]
 
 
-@needs_paddle
+@pytest.mark.needs("paddle")
 def test_stub_is_not_attempted(facts):
     assert facts["judged"]["not_attempted"] == "not attempted"
     assert "world_size" in inspect.signature(exercise.solution).parameters
