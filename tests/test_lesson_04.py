@@ -569,7 +569,12 @@ def failing(tmp_path_factory, no_slow_names):
         "port taken": (1, tcp(other_job.getsockname()[1]), 0),
         "never comes": (1, tcp(free[0], world_size=2), 0),
         "same rank": (3, lambda r: tcp(free[1], rank=min(r, 1))(r), 2),
-        "sizes differ": (2, lambda r: tcp(free[2], world_size=2 + r)(r), 2),
+        # Rank 0 may wait five times its timeout. It stays for longer than rank 1's 3 seconds.
+        "sizes differ": (
+            2,
+            lambda r: tcp(free[2], world_size=2 + r, timeout=timedelta(seconds=3 if r else 1))(r),
+            4,
+        ),
         "rank 0 is missing": (1, tcp(free[3], rank=1, world_size=2), 0),
         "both": (1, both, 0),
         "no rank": (1, tcp(free[4], rank=-1), 0),
