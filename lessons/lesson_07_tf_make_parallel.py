@@ -1,6 +1,6 @@
 """Lesson 07: how did TensorFlow's make_parallel train one model on several devices?
 
-Until now each replica had its own parameters. Here one process builds one graph, and
+In DDP each process has its own parameters. Here one process builds one graph, and
 make_parallel builds the model in it once per device: a tower. All towers share one set
 of variables. In each step a tower gets a copy of them and its part of the batch, and
 sends its gradients back. This is the "tower mode" of article D: 2018, tf.compat.v1.
@@ -12,7 +12,7 @@ Output to expect on a CPU:
 
     2 towers in one process on cpu:0 cpu:1; variables: 7, with one tower: 7
     operations in a step: cpu:0 ..., cpu:1 ...; on another tower's device: 0
-    perplexity ... in step 1, ... at the end of 100 steps; ... tokens per second
+    perplexity ... in step 1, ... in the last 10 of 100; ... tokens per second
     PASS loss and gradients of 2 towers are one device's (largest relative difference ...)
 """
 
@@ -141,7 +141,7 @@ def import_tensorflow():
             os.close(screen)
     v1 = tf.compat.v1
     tf.get_logger().setLevel("ERROR")
-    v1.disable_control_flow_v2()  # loops as in 2018: on a CPU they are faster
+    v1.disable_control_flow_v2()  # loops as in 2018
     return tf
 
 
@@ -154,7 +154,8 @@ def device_names(count):
 def sum_of_losses(weights, inputs, targets, mask):
     """Return the sum of the losses of all real tokens, a scalar; the inputs are (rows, time).
     Both need not be known when the graph is built: the loop over time is in the graph."""
-    # A copy of every weight for this tower. Except on the first device, it comes over the wire.
+    # The weights as this tower reads them: sent to its device in each step. Between two virtual
+    # CPU devices TensorFlow passes on the same memory.
     weights = {name: tf.identity(weight) for name, weight in weights.items()}
     words = tf.gather(weights["embedding"], tf.transpose(inputs))  # (time, rows, width)
 
@@ -295,8 +296,10 @@ def main(argv=None):
     print(f"variables: {len(many.variables)}, with one tower: {len(one.variables)}")
     counts = ", ".join(f"{device} {number}" for device, number in ops.items())
     print(f"operations in a step: {counts}; on another tower's device: {away}")
-    print(f"perplexity {first:.3g} in step 1, {last:.3g} at the end of {args.steps} steps", end="")
-    print(f"; {rate:.0f} tokens per second")
+    print(
+        f"perplexity {first:.3g} in step 1, {last:.3g} in the last {len(losses[-10:])} of ", end=""
+    )
+    print(f"of {args.steps}; {rate:.0f} tokens per second")
     verdict = f"{'PASS' if passed else 'FAIL'} loss and gradients of {args.nproc} towers"
     print(f"{verdict} are one device's (largest relative difference {diff:.1e})")
     if args.json:
