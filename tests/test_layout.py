@@ -43,7 +43,7 @@ def definition(path, wanted):
 
 
 # Blocks that lessons copy unchanged. A reader reads them once.
-COPIED = ["setup", "Arguments", "make_toy"]
+COPIED = ["setup", "Arguments", "make_toy", "launch_job", "run"]
 COPIED += ["read_sentences", "number_words", "make_batches", "initial_weights"]
 
 
