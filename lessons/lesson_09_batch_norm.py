@@ -3,8 +3,8 @@
 BatchNorm normalises with the mean and the variance of the rows that it is given. A
 replica is given its part of the batch, so N replicas use N means. Evaluation uses
 running averages of them: DataParallel keeps the master's. Under DDP each rank has its
-own, and by default takes rank 0's before each forward. Synchronised BatchNorm adds
-sums up over all ranks first, in two small all-reduces, and in two more in backward.
+own, and by default takes rank 0's before each forward. Synchronised BatchNorm first
+adds up sums over all ranks: two small all-reduces, and two more in its backward.
 
 Run it:     bash scripts/lesson_09.sh --nproc 2
 Or alone:   python lessons/lesson_09_batch_norm.py --nproc 2

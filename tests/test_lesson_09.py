@@ -262,18 +262,24 @@ def test_less_than_two_rows_are_refused_on_every_rank(sizes):
 
 def check_gradient(rank, world_size):
     """Return gradients of two functions of the sum: by our function, by the library's, by hand."""
-    import torch.distributed.nn.functional as library
+    from torch.distributed import _functional_collectives as today
+    from torch.distributed.nn import functional as deprecated
+
+    def librarys(tensor):
+        return today.all_reduce(tensor, "sum", dist.group.WORLD)
 
     results = []
-    for add_up in (lesson.SumOverRanks.apply, library.all_reduce):
+    for add_up in (lesson.SumOverRanks.apply, librarys, deprecated.all_reduce):
         x = torch.tensor([1.0, 2.0], dtype=torch.float64) * (rank + 1)
         kept = x.clone()
         x.requires_grad_()
-        total = add_up(x)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            total = add_up(x)
         (total.square() * (rank + 1)).sum().backward()
         assert torch.equal(x.detach(), kept)  # the input is left alone
         results.append((total.detach(), x.grad))
-    return results
+    return results, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 4])
@@ -281,9 +287,11 @@ def test_sum_over_ranks_has_the_gradient_of_all_sums(nproc):
     ranks = range(1, nproc + 1)
     total = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(ranks)
     gradient = 2 * total * sum(ranks)  # from each rank's loss, rank + 1 times the square
-    for (ours, our_gradient), (theirs, their_gradient) in run(check_gradient, nproc):
-        assert torch.equal(ours, total) and torch.equal(theirs, total)
-        assert torch.equal(our_gradient, gradient) and torch.equal(their_gradient, gradient)
+    for sums, warned in run(check_gradient, nproc):
+        assert len(sums) == 3
+        for ours, our_gradient in sums:
+            assert torch.equal(ours, total) and torch.equal(our_gradient, gradient)
+        assert "deprecated" in warned[0] and "_functional_collectives" in warned[0]
 
 
 def variance_of_shifted(rank, world_size, shift):
