@@ -109,6 +109,8 @@ def test_running_statistics_kept_are_the_masters(measured, nproc):
     for way in ("DDP", "DDP, buffers not sent"):
         assert kept[way][0] == pytest.approx(master, abs=1e-10)  # rank 0 has the master's
         assert len(set(kept[way])) == nproc  # every rank has others after the last forward
+    spread = {way: max(means) - min(means) for way, means in kept.items()}
+    assert spread["DDP, buffers not sent"] > 3 * spread["DDP"] > 0
     assert kept["synchronised"] == pytest.approx(kept["one process"] * nproc, abs=1e-10)
 
 
@@ -294,6 +296,19 @@ def test_sum_over_ranks_has_the_gradient_of_all_sums(nproc):
         assert "deprecated" in warned[0] and "_functional_collectives" in warned[0]
 
 
+def shared_gradient(rank, world_size):
+    """Return the gradient of a second tensor, which autograd hands on in the same memory."""
+    other = torch.ones(2, requires_grad=True)
+    product = other * 1  # made before the sum, so its backward comes after that of the sum
+    total = lesson.SumOverRanks.apply(torch.ones(2, requires_grad=True))
+    ((total + product) * torch.full((2,), rank + 1.0)).sum().backward()
+    return other.grad.tolist()
+
+
+def test_sum_over_ranks_leaves_the_gradient_of_others_alone():
+    assert run(shared_gradient, 2) == [[1.0, 1.0], [2.0, 2.0]]
+
+
 def variance_of_shifted(rank, world_size, shift):
     """Return largest relative error of the variance in float32: two passes, and one."""
     generator = torch.Generator().manual_seed(1)
@@ -399,6 +414,27 @@ def test_bytes_of_a_step_with_and_without():
     for forward, backward in run(listen, 2, lesson.SynchronisedBatchNorm, False):
         assert forward == sums
         assert sorted(backward) == sorted(gradients + sums)
+
+
+def test_difference_sees_every_part_of_every_record():
+    one = {name: torch.zeros(4) for name in ("gradient", "parameters", "kept")}
+    one["outputs"] = torch.zeros(6, 2)
+    records = [{**one, "outputs": torch.zeros(rows, 2)} for rows in (2, 4)]
+    assert lesson.difference(records, one) == 0.0
+    for rank in (0, 1):
+        for name in one:
+            for value in (0.5, -0.5, float("nan")):
+                changed = copy.deepcopy(records)
+                changed[rank][name].view(-1)[-1] = value
+                assert str(lesson.difference(changed, one)) == str(abs(value)), (rank, name)
+                ignored = name == "kept" and rank == 1
+                assert (lesson.difference(changed, one, kept=1) == 0.0) == ignored
+
+
+def test_mean_used_is_solved_from_the_outputs():
+    rows = torch.randn(9, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    mean = torch.linspace(-3, 3, 8, dtype=torch.float64)
+    assert largest(lesson.mean_used(rows, (rows - mean) / 7), mean) < 1e-12
 
 
 # --- The script ---
@@ -561,8 +597,8 @@ def test_killed_launcher_leaves_no_process_and_the_next_run_passes():
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            family = psutil.Process(process.pid).children(recursive=True)
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):  # setup.sh's own children come and go
+                family = psutil.Process(process.pid).children(recursive=True)
                 ranks = [one for one in family if "spawn_main" in " ".join(one.cmdline())]
                 if len(ranks) == 2 and all(one.net_connections("tcp") for one in ranks):
                     break
