@@ -417,9 +417,11 @@ def test_bytes_of_a_step_with_and_without():
 
 
 def test_difference_sees_every_part_of_every_record():
-    one = {name: torch.zeros(4) for name in ("gradient", "parameters", "kept")}
-    one["outputs"] = torch.zeros(6, 2)
-    records = [{**one, "outputs": torch.zeros(rows, 2)} for rows in (2, 4)]
+    def record(rows):
+        zeros = {name: torch.zeros(4) for name in ("gradient", "parameters", "kept")}
+        return {**zeros, "outputs": torch.zeros(rows, 2)}
+
+    one, records = record(6), [record(2), record(4)]
     assert lesson.difference(records, one) == 0.0
     for rank in (0, 1):
         for name in one:
