@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-DEADLINE = 15  # seconds within which no process of a failed job may be left
+DEADLINE = 60  # seconds within which no process of a failed job may be left
 MOMENTUM = 0.1
 
 
@@ -431,6 +431,34 @@ def test_difference_sees_every_part_of_every_record():
                 assert str(lesson.difference(changed, one)) == str(abs(value)), (rank, name)
                 ignored = name == "kept" and rank == 1
                 assert (lesson.difference(changed, one, kept=1) == 0.0) == ignored
+
+
+def watch_training(rank, world_size, seed):
+    """Return the batches and the first weights of each training that the comparison makes."""
+    train, seen = lesson.train, []
+
+    def watched(model, forward, batches, *part):
+        seen.append((batches, lesson.flat(model.parameters())))
+        return train(model, forward, batches, *part)
+
+    lesson.train = watched
+    lesson.compare(config(world_size, steps=5, seed=seed))
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_all_ways_have_the_same_weights_and_batches(seed):
+    rows, targets, _ = lesson.make_toy(seed)
+    for seen in run(watch_training, 2, seed):
+        assert len(seen) == 5
+        for batches, weights in seen:
+            model = lesson.make_model(nn.BatchNorm1d, seed)
+            assert torch.equal(weights, lesson.flat(model.parameters()))
+            assert len(batches) == 5  # three full batches, then the first two again
+            for number, (batch_rows, batch_targets) in enumerate(batches):
+                part = slice(30 * (number % 3), 30 * (number % 3) + 30)
+                assert torch.equal(batch_rows, rows[part])
+                assert torch.equal(batch_targets, targets[part])
 
 
 def test_mean_used_is_solved_from_the_outputs():
