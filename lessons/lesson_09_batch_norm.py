@@ -320,12 +320,13 @@ def main(argv=None):
     passed = sync < 1e-10 and result["ddp_diff"] < 1e-10 and (plain > 1e-3) == (args.nproc > 1)
     passed = passed and 0.0 < result["param_change"] < float("inf")
     print(f"{args.nproc} ranks over {result['backend']} on {result['device']}; one channel's mean:")
-    print("                       used in step 1    kept after the last step")
+    width = max(18, 7 * args.nproc + 4)
+    print(f"{'':23}{'used in step 1':{width}}kept after the last step")
     for way, used in result["used"].items():
         shown = [
             " ".join(f"{mean:6.3f}" for mean in means) for means in (used, result["kept"][way])
         ]
-        print(f"{way:23}{shown[0]:18}{shown[1]}")
+        print(f"{way:23}{shown[0]:{width}}{shown[1]}")
     print(f"plain BatchNorm: DDP is DataParallel to {result['ddp_diff']:.2g},", end=" ")
     print(f"and differs from one process by {plain:.3g}")
     parts = " + ".join(map(str, result["parts"]))
