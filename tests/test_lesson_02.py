@@ -24,9 +24,8 @@ from nbtools import RankFailed, judge, run
 from solutions.lesson_02 import check, solution
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
+from wire import Wire
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -457,20 +456,6 @@ def test_setup_joins_the_group_that_the_environment_names():
 # --- What goes over the wire ---
 
 
-class Wire(TorchDispatchMode):
-    """Writes down every collective: its name, and type and number of bytes of its first tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            self.calls.append((function._schema.name, first.dtype, first.nbytes))
-        return function(*args, **(kwargs or {}))
-
-
 def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
@@ -518,14 +503,14 @@ def test_parameters_are_sent_once_when_the_model_is_wrapped(heard):
     assert all((start - starts[0]).abs().max() > 1 for start in starts[1:])  # they differed
     for calls, seen in ranks:
         assert torch.equal(seen["wrapped"], starts[0])  # now all have rank 0's
-        parameters = ("c10d::broadcast_", torch.float64, 96)  # 12 numbers of 8 bytes
+        parameters = ("broadcast", "float64", 12, 96)  # 12 numbers of 8 bytes
         assert calls["wrapping"].count(parameters) == 1
         later = [call for phase, made in calls.items() if phase != "wrapping" for call in made]
         # What is broadcast later is one table of buckets, in integers: no parameters.
-        broadcasts = [call for call in later if call[0] != "c10d::allreduce_"]
-        assert {name for name, _, _ in broadcasts} <= {"c10d::broadcast_"}
-        assert {kind for _, kind, _ in broadcasts} <= {torch.int32}
-        assert sum(size for _, _, size in broadcasts) <= 16
+        broadcasts = [call for call in later if call.name != "allreduce"]
+        assert {call.name for call in broadcasts} <= {"broadcast"}
+        assert {call.kind for call in broadcasts} <= {"int32"}
+        assert sum(call.nbytes for call in broadcasts) <= 16
         assert calls["forward", 0] == calls["forward", 2] == calls["forward", 3] == []
 
 
@@ -535,7 +520,7 @@ def test_gradients_are_averaged_in_backward_and_not_in_step(heard):
     for step in range(4):
         mean = sum(seen["alone", step] for _, seen in ranks) / world_size
         for calls, seen in ranks:
-            assert calls["backward", step] == [("c10d::allreduce_", torch.float64, 96)]
+            assert calls["backward", step] == [("allreduce", "float64", 12, 96)]
             assert calls["step", step] == []
             assert torch.equal(seen["gradient", step], ranks[0][1]["gradient", step])
             assert (seen["gradient", step] - mean).abs().max() < 1e-12

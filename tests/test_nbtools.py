@@ -1,4 +1,4 @@
-"""run, launch, show and judge do what the notebooks rely on."""
+"""run, launch, show, judge and Wire do what the notebooks rely on."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from wire import Wire
 
 
 def rank_and_sum(rank, world_size, start):
@@ -188,3 +189,20 @@ def test_judge_never_raises():
         raise NotImplementedError
 
     assert nbtools.judge(lambda attempt: attempt(), stub) == "not attempted"
+
+
+def speak_on_the_wire(rank, world_size):
+    with Wire() as quiet:
+        torch.ones(3) + 1
+    with Wire() as wire:
+        dist.all_reduce(torch.ones(3, dtype=torch.float64))
+        dist.broadcast(torch.ones(2, 2, dtype=torch.int32), 0)
+    dist.barrier()  # outside: it is not written down
+    return quiet.calls, wire.calls, [str(call) for call in wire.calls]
+
+
+def test_wire_writes_down_the_collectives_inside_and_their_bytes():
+    for quiet, calls, texts in nbtools.run(speak_on_the_wire, 2):
+        assert quiet == []
+        assert calls == [("allreduce", "float64", 3, 24), ("broadcast", "int32", 4, 16)]
+        assert texts == ["allreduce of 3 float64 = 24 bytes", "broadcast of 4 int32 = 16 bytes"]
