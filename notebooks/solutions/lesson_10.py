@@ -22,8 +22,8 @@ def examine(rank, world_size, attempt, sizes):
     lesson.mean_loss(model(rows[everyone]), targets[everyone]).backward()
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    errors = DistributedDataParallel(model)(rows[mine]) - targets[mine]
-    loss = attempt(errors.square().mean(1))
+    replica = DistributedDataParallel(model)  # keep it: one that is thrown away averages nothing
+    loss = attempt((replica(rows[mine]) - targets[mine]).square().mean(1))
     if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
         return "what you return must be a tensor of shape () that depends on losses"
     loss.backward()
