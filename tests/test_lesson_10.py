@@ -72,7 +72,7 @@ def measure(rank, world_size, **changes):
 
 
 @pytest.fixture(scope="module")
-def measured(script):
+def measured():
     """Return what the lesson measures with 1 to 5 ranks, by rank: {ranks: [facts]}."""
     return {ranks: run(measure, ranks) for ranks in (1, 2, 3, 4, 5)}
 
@@ -401,10 +401,14 @@ def test_no_sync_gives_the_same_gradient_for_a_quarter_of_the_bytes(ranks):
 
 def end_apart(rank, world_size, leave):
     job = lesson.Job(rank, world_size, CPU)
-    group = dist.new_group(timeout=timedelta(seconds=30 if leave else 1))
-    replica, answer = DistributedDataParallel(job.start(), process_group=group), "finished"
+    group, answer = dist.new_group(), "finished"
+    replica = DistributedDataParallel(job.start(), process_group=group)
+    job.train(replica, job.parts[:3])
+    if not leave:  # a limit of 1 s, only from here on
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     try:
-        job.train(replica, job.parts[: 4 if rank == 0 else 3])
+        job.train(replica, job.parts[3:4] if rank == 0 else [])
     except RuntimeError as error:
         answer = "in vain" if "Timed out waiting 1000ms" in str(error) else "lost"
     if not leave:
@@ -506,7 +510,7 @@ def test_solution_is_right(nproc):
 
 
 def test_solution_is_judged_correct():
-    assert judge(check, solution) == "correct"
+    assert judge(check, solution) == judge(check, mean_with_weight) == "correct"
     assert list(inspect.signature(solution).parameters) == ["losses"]
 
 
@@ -519,7 +523,7 @@ def plain_sum(losses):
 
 
 def mean_with_weight(losses):
-    """Right for every part that is not empty: the mean of no rows is nan."""
+    """Right as well: the mean of no rows is nan, but its gradient is 0."""
     rows = torch.tensor(float(len(losses)))
     dist.all_reduce(rows)
     return losses.mean() * len(losses) * dist.get_world_size() / rows
@@ -544,7 +548,6 @@ def detached(losses):
     [
         (plain_mean, "not yet: with parts of [1, 4] rows"),
         (plain_sum, "not yet: with parts of [6, 6] rows"),
-        (mean_with_weight, "not yet: with parts of [0, 5] rows"),
         (forgets_the_ranks, "not yet: with parts of [6, 6] rows"),
         (no_tensor, "not yet: what you return must be a tensor"),
         (detached, "not yet: what you return must be a tensor"),

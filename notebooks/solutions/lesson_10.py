@@ -11,7 +11,7 @@ def solution(losses):
     """Return the loss of this rank, weighted by its share of all rows (claim A1)."""
     rows = torch.tensor(float(len(losses)), dtype=losses.dtype)
     dist.all_reduce(rows)  # one number from each rank: how many rows there are in all
-    return losses.sum() * dist.get_world_size() / rows  # a sum: the mean of no rows is nan
+    return losses.sum() * dist.get_world_size() / rows  # a sum, because the mean of no rows is nan
 
 
 def examine(rank, world_size, attempt, sizes):
