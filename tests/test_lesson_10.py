@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import functools
 import inspect
 import json
 import math
@@ -71,10 +72,10 @@ def measure(rank, world_size, **changes):
     return lesson.measure(lesson.argparse.Namespace(**cfg))
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """Return what the lesson measures with 1 to 5 ranks, by rank: {ranks: [facts]}."""
-    return {ranks: run(measure, ranks) for ranks in (1, 2, 3, 4, 5)}
+@functools.cache
+def measured(ranks):
+    """Return what each of so many ranks returns from the lesson's measure()."""
+    return run(measure, ranks)
 
 
 # --- The script, as a reader runs it ---
@@ -109,8 +110,8 @@ def test_on_gpus_the_ranks_equal_one_process():
 
 @pytest.mark.claim("A1", "B5", "B7", "C3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_kept_is_rounding_and_removed_is_not(measured, ranks):
-    answers = measured[ranks]
+def test_kept_is_rounding_and_removed_is_not(ranks):
+    answers = measured(ranks)
     assert answers == [answers[0]] * ranks  # each rank knows the worst of all ranks
     facts = answers[0]
     assert list(facts["off"]) == NAMES
@@ -166,17 +167,17 @@ def test_help_starts_nothing(monkeypatch, capsys):
     assert lesson.__doc__.splitlines()[0] in capsys.readouterr().out
 
 
-def test_claim_that_is_false_fails(monkeypatch, capsys, measured):
+def test_claim_that_is_false_fails(monkeypatch, capsys):
     """main says FAIL and 1 for each part of the claim that does not hold."""
 
     def verdict(*flags, **changes):
-        facts = json.loads(json.dumps(measured[2][0])) | changes
+        facts = json.loads(json.dumps(measured(2)[0])) | changes
         monkeypatch.setattr(lesson, "launch_job", lambda *_: facts)
         code = lesson.main(list(flags))
         return code, capsys.readouterr().out.splitlines()[-1].split()[0]
 
     assert verdict() == (0, "PASS")
-    good = measured[2][0]["off"]
+    good = measured(2)[0]["off"]
     for name in NAMES:
         for pair in ((1e-11, 1.0), (0.0, 1e-7), (math.nan, 1.0), (0.0, math.nan)):
             assert verdict(off=good | {name: pair}) == (1, "FAIL"), (name, pair)
