@@ -260,6 +260,14 @@ def test_the_parts_of_a_step_are_the_batch_and_each_epoch_has_each_row_once(rank
     assert old[:epoch] == old[epoch : 2 * epoch] == jobs[0].parts[:epoch]
 
 
+def worst_of_all(rank, world_size):
+    return lesson.worst(torch.tensor([0.5, -1.0 - rank]))
+
+
+def test_worst_is_the_largest_difference_of_any_rank():
+    assert run(worst_of_all, 3) == [3.0, 3.0, 3.0]
+
+
 @pytest.mark.claim("C3")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_an_uneven_cut_deals_each_row_once_and_rank_0_has_most(ranks):
