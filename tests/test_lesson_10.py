@@ -316,6 +316,15 @@ def test_a_mask_of_the_row_is_the_same_everywhere_and_differs_between_rows_and_s
     assert 0.8 < masks.mean() < 1.2 and len({tuple(row.tolist()) for row in masks}) > 16
 
 
+def test_a_mask_multiplies_the_rows():
+    job = lesson.Job(0, 1, CPU, steps=5)
+    plain = job.train(job.start(), job.whole)
+    doubled = job.train(job.start(), job.whole, mask=lambda _, rows: torch.full((len(rows), 5), 2))
+    job.rows = job.rows * 2
+    assert torch.equal(doubled, job.train(job.start(), job.whole))
+    assert not torch.equal(doubled, plain)
+
+
 def test_own_seeds_have_the_noise_of_one_process_and_one_seed_has_more():
     """Four ranks with 6 rows each: mean and spread of the gradient over 20,000 draws of masks."""
     rows, targets, model = lesson.make_toy(0)
