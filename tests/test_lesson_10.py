@@ -494,7 +494,7 @@ def test_a_bigger_batch_needs_another_learning_rate(accuracies):
 
 @pytest.mark.claim("D4")
 def test_batches_rates_and_images_are_what_the_lesson_says(monkeypatch):
-    seen = {"rates": [], "rows": []}
+    seen = {"rates": [], "rows": [], "labels": []}
 
     class Watched(torch.optim.SGD):
         def step(self):
@@ -503,6 +503,7 @@ def test_batches_rates_and_images_are_what_the_lesson_says(monkeypatch):
 
     def cross_entropy(outputs, labels):
         seen["rows"].append(len(labels))
+        seen["labels"].append(labels.tolist())
         return real(outputs, labels)
 
     real = nn.functional.cross_entropy
@@ -510,6 +511,9 @@ def test_batches_rates_and_images_are_what_the_lesson_says(monkeypatch):
     monkeypatch.setattr(nn.functional, "cross_entropy", cross_entropy)
     first = lesson.train_digits(256, 0.16, warm_up=2, seed=1, epochs=3)
     assert seen["rows"] == [256] * 12  # 4 updates in each of 3 epochs
+    first_epoch, second_epoch = (list(chain(*seen["labels"][n : n + 4])) for n in (0, 4))
+    assert first_epoch != second_epoch  # a new order, of the same images
+    assert sorted(first_epoch) == sorted(second_epoch)
     expected = [0.02 + 0.14 * min(1, step / 8) for step in range(12)]
     assert seen["rates"] == pytest.approx(expected)
     assert first == lesson.train_digits(256, 0.16, warm_up=2, seed=1, epochs=3)
