@@ -296,10 +296,8 @@ def main(argv=None):
     print(f"variables: {len(many.variables)}, with one tower: {len(one.variables)}")
     counts = ", ".join(f"{device} {number}" for device, number in ops.items())
     print(f"operations in a step: {counts}; on another tower's device: {away}")
-    print(
-        f"perplexity {first:.3g} in step 1, {last:.3g} in the last {len(losses[-10:])} of ", end=""
-    )
-    print(f"of {args.steps}; {rate:.0f} tokens per second")
+    span = f"the last {len(losses[-10:])} of {args.steps}"
+    print(f"perplexity {first:.0f} in step 1, {last:.0f} in {span}; {rate:.0f} tokens per second")
     verdict = f"{'PASS' if passed else 'FAIL'} loss and gradients of {args.nproc} towers"
     print(f"{verdict} are one device's (largest relative difference {diff:.1e})")
     if args.json:
