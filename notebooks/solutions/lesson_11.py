@@ -1,0 +1,37 @@
+"""The exercise of lesson 11: how many workers are worth it, on a given link?"""
+
+
+def solution(link, compute, size, most):
+    """Return the number of workers, 1 to `most`, with the shortest step if nothing overlaps.
+
+    link: (seconds per message, seconds per byte); compute: seconds of the whole batch on one
+    worker, which n workers divide evenly; size: bytes of the gradient.
+    """
+
+    def seconds(n):
+        messages, sent = 2 * (n - 1), 2 * (n - 1) / n * size
+        return compute / n + link[0] * messages + link[1] * sent
+
+    return min(range(1, most + 1), key=seconds)
+
+
+# What decides, seconds per message, seconds per byte, seconds of computing, bytes.
+CASES = [
+    ("a link that costs nothing", 0.0, 0.0, 0.1, 4e6),
+    ("a slow link: sending takes longer than computing", 0.0, 1e-6, 0.1, 4e6),
+    ("the latency of the messages", 1e-3, 0.0, 0.1, 4e6),
+    ("latency and bytes together", 5e-4, 1e-9, 0.2, 5e7),
+    ("the share of bytes, which grows with n up to 2", 0.0, 1e-9, 0.08, 4.1e7),
+]
+
+
+def check(attempt, most=16):
+    """Return None if the attempt is right for up to `most` workers, else what is wrong."""
+    for what, latency, per_byte, compute, size in CASES:
+        answer = attempt((latency, per_byte), compute, size, most)
+        wanted = solution((latency, per_byte), compute, size, most)
+        if isinstance(answer, bool) or not isinstance(answer, int):
+            return f"the answer is {type(answer).__name__}, not a whole number of workers"
+        if answer != wanted:
+            return f"of {most} workers at most you take {answer}, best are {wanted}: {what}"
+    return None

@@ -1,0 +1,141 @@
+"""Run lesson 11, and write what it measured into one HTML file, so that a class can compare.
+
+    bash scripts/lesson_11.sh --report FILE.html [flags of the lesson]
+
+The file needs no other file: the figure is inside. It appears at once, or not at all.
+"""
+
+import argparse
+import base64
+import contextlib
+import html
+import io
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lessons"))
+import lesson_11_how_fast as lesson
+
+PUBLISHED = """\
+ResNet-34 on 1, 2, 4, 8 GPUs: 9, 5.5, 3, 2 s for an epoch
+    (WZMIAOMIAO, deep-learning-for-image-processing, train_multi_GPU)
+ImageNet on 4 V100 with PCIe: DataParallel 4138 s, DDP 1188 s (tczhangzhi, pytorch-distributed)
+GPT-2 on 2 TITAN RTX, 200 steps, with NVLink: DataParallel 110.6 s, DDP 101.9 s;
+    without NVLink: DDP 131.4 s (Hugging Face, Efficient Training on Multiple GPUs)
+DDP on up to 256 GPUs: near-linear. Overlap saves 38.0 % (ResNet-50) and 35.2 % (BERT) over nccl,
+    26.8 % and 21.5 % over gloo (Li et al., VLDB 2020, arXiv 2006.15704)"""
+
+
+def draw(result):
+    """Return a figure as PNG, in base64: the all-reduce, and the speed-ups."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = list(lesson.SHAPES)
+    figure, axes = plt.subplots(1, 1 + len(shapes), figsize=(13, 4))
+    counts = sorted({n for n, *_ in result["all_reduce"]})
+    for n, marker in zip(counts, "osD^v<>", strict=False):
+        sizes, seconds = zip(*[(s, t) for k, s, t in result["all_reduce"] if k == n], strict=True)
+        guess = [1000 * lesson.predict_all_reduce(result["link"], n, size) for size in sizes]
+        measured = [1000 * t for t in seconds]
+        axes[0].loglog(sizes, measured, marker, color="black", fillstyle="none", label=f"{n} ranks")
+        axes[0].loglog(sizes, guess, "-", color="0.6")
+    axes[0].set(title="All-reduce: measured, and the model (lines)", xlabel="bytes", ylabel="ms")
+    axes[0].legend()
+    for place, shape in zip(axes[1:], shapes, strict=True):
+        rows = [row for row in result["rows"] if row["shape"] == shape]
+        workers = [row["workers"] for row in rows]
+        low, high = zip(*[row["predicted"] for row in rows], strict=True)
+        place.fill_between(workers, low, high, color="0.85", label="DDP, predicted")
+        for name, line in zip(lesson.VARIANTS[:3], (":s", "--^", "-o"), strict=True):
+            speedup = [row["speedup"][name] for row in rows]
+            place.plot(workers, speedup, line, color="black", label=name)
+        place.set_xticks(workers)
+        place.set(title=shape, xlabel="workers", ylabel="speed-up over one worker", ylim=(0, None))
+        place.legend()
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100)
+    return base64.b64encode(picture.getvalue()).decode()
+
+
+def make_page(text, result):
+    """Return the report as one HTML page."""
+    cells = []
+    for row in result["rows"]:
+        names = lesson.VARIANTS[:3]
+        times = [f"{statistics.median(row['ms'][name]):.3g}" for name in names]
+        ranges = [f" ({min(row['ms'][name]):.3g} to {max(row['ms'][name]):.3g})" for name in names]
+        speedups = [f"{row['speedup'][name]:.3g}" for name in names]
+        guess = "{:.3g} to {:.3g}".format(*row["predicted"])
+        columns = [row["shape"], row["workers"], *map("".join, zip(times, ranges, strict=True))]
+        cells.append([*columns, *speedups, guess])
+    head = ["model", "workers", *(f"{name}, ms" for name in lesson.VARIANTS[:3])]
+    head += [*(f"speed-up, {name}" for name in lesson.VARIANTS[:3]), "DDP, predicted"]
+    table = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) + "</tr>\n"
+        for line in [head, *cells]
+    )
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+    machine += f"Python {platform.python_version()}, torch {lesson.torch.__version__}"
+    numbers = html.escape(json.dumps(result))
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Lesson 11: how fast is it?</title>
+<style>body {{ font-family: sans-serif }} td {{ padding: 0 1em 0 0 }}</style></head><body>
+<h1>Lesson 11: how fast is it?</h1>
+<p>{html.escape(machine)}</p>
+<table>
+{table}</table>
+<p>Times are medians of {len(result["rows"][0]["ms"]["DDP"])} repeats (lowest to highest).</p>
+<img alt="all-reduce times and speed-ups" src="data:image/png;base64,{draw(result)}">
+<h2>What the lesson printed</h2>
+<pre>{html.escape(text)}</pre>
+<h2>Published figures</h2>
+<pre>{html.escape(PUBLISHED)}</pre>
+<h2>All numbers</h2>
+<pre style="white-space: pre-wrap">{numbers}</pre>
+</body></html>
+"""
+
+
+def main(argv):
+    """Run the lesson and write the report; return the lesson's exit code."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--report", required=True)
+    parser.add_argument("--json", action="store_true")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    args, others = parser.parse_known_args(argv)
+    path = Path(args.report)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # the folder is there, and takes a file
+            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+                raise PermissionError(0, "it is not a file that can be written")
+    except OSError as error:
+        parser.error(f"argument --report: {path}: {error.strerror}")
+    printed = io.StringIO()  # the lesson prints everything at its end
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = lesson.main([*others, "--json"])
+    except SystemExit:  # --help, or a bad flag
+        sys.stdout.write(printed.getvalue())
+        raise
+    *lines, numbers = printed.getvalue().splitlines()
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(make_page("\n".join(lines), json.loads(numbers)), encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    print("\n".join([*lines, numbers] if args.json else lines))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
