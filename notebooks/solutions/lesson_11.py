@@ -21,7 +21,7 @@ CASES = [
     ("a slow link: sending takes longer than computing", 0.0, 1e-6, 0.1, 4e6),
     ("the latency of the messages", 1e-3, 0.0, 0.1, 4e6),
     ("latency and bytes together", 5e-4, 1e-9, 0.2, 5e7),
-    ("the share of bytes, which grows with n up to 2", 0.0, 1e-9, 0.08, 4.1e7),
+    ("each rank sends 2 (n - 1) / n of the bytes, not 2 n or 2 times", 0.0, 1e-9, 0.083, 4.1e7),
 ]
 
 

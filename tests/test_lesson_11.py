@@ -1,0 +1,740 @@
+"""Lesson 11: bytes that are counted, a cost model that is tested, ratios of measured times.
+
+No test here asserts a time. Times that a test looks at are made up.
+"""
+
+import argparse
+import base64
+import contextlib
+import copy
+import doctest
+import html
+import importlib.util
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import textwrap
+import threading
+import time
+
+import cloudpickle
+import lesson_11_how_fast as lesson
+import nbtools
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, run_lesson, start_lesson
+from solutions.lesson_11 import CASES, check, solution
+
+# `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DEADLINE = 15  # seconds within which no process of a failed job may be left
+ON_LINUX = sys.platform == "linux"
+SMALL, LARGE = lesson.SHAPES
+GRADIENT = {SMALL: 8 * 100 * (16 * 16 + 16), LARGE: 8 * 4 * (512 * 512 + 512)}
+
+
+def config(**changes):
+    usual = {"nproc": 2, "steps": 1, "batch_size": 13, "seed": 0, "threads": 1}
+    return argparse.Namespace(**{**usual, "link": lesson.LINKS, **changes})
+
+
+# --- What ranks do here. Ranks of mp.spawn import this file: nothing runs at its top level. ---
+
+
+def measure(rank, world_size, cfg):
+    """Measure on a rank; 13 rows are not divisible, so that parts differ."""
+    return lesson.measure(cfg)
+
+
+def count_all_reduce(rank, world_size, sizes):
+    """Return [(bytes, bytes written)] of one all-reduce of each size."""
+    counts = []
+    for size in sizes:
+        tensor = torch.zeros(size // 4)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        before = lesson.bytes_written()
+        dist.all_reduce(tensor)
+        counts.append((size, lesson.bytes_written() - before))
+        dist.barrier()
+    return counts
+
+
+def train_with_ddp(rank, world_size, broadcast_parameters):
+    """Return the bytes written by a DDP step, and by one that also sends parameters as DP does."""
+    model, rows, targets = lesson.make_problem(LARGE, 8, 0, "cpu")
+    group = dist.group.WORLD
+    step = lesson.make_variant("DDP", model, rows, targets, world_size, rank, group, {})
+    for _ in range(2):
+        step()  # the second step begins with DDP's new table of buckets
+    dist.barrier()
+    before = lesson.bytes_written()
+    if broadcast_parameters:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+    step()
+    return lesson.bytes_written() - before
+
+
+def where_it_runs(rank, world_size, name):
+    """Return {(process, thread)} in which the forward passes of a variant run."""
+    dist.barrier()
+    places = set()
+
+    class Watched(torch.nn.Linear):
+        def forward(self, rows):
+            places.add((os.getpid(), threading.get_ident()))
+            time.sleep(0.05)  # so that each part keeps its thread for a while
+            return super().forward(rows)
+
+    model = Watched(3, 3, dtype=torch.float64)
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    sent = {"parameters": 0, "gradients": 0}
+    place = (4, rank, dist.group.WORLD, sent) if name == "DDP" else (4, 0, None, sent)
+    lesson.make_variant(name, model, rows, rows, *place)()
+    return places
+
+
+def fail_on_rank_1(cfg):
+    """Be a measurement that ends badly on rank 1 while the others wait for it."""
+    lesson.setup()
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such link")
+    dist.barrier()
+
+
+# --- Fixtures ---
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Return what 1, 2, 3 and 4 ranks measured, and the lines that report it: {nproc: (...)}."""
+    results = {}
+    for nproc in (1, 2, 3, 4):
+        cfg = config(nproc=nproc)
+        result = nbtools.run(measure, nproc, cfg)[0]
+        results[nproc] = result, lesson.analyse(result, cfg)
+    return results
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Run the script once as a reader does, with a report: (Finished, the report's text)."""
+    folder = tmp_path_factory.mktemp("a folder with spaces")
+    flags = ["--nproc", 2, "--steps", 1, "--batch-size", 16, "--json", "--report", "our class.html"]
+    run = run_lesson(11, *flags, cwd=folder)
+    assert [path.name for path in folder.iterdir()] == ["our class.html"], run.stderr
+    return run, (folder / "our class.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def report_program():
+    path = ROOT / "scripts" / "how_fast_report.py"
+    spec = importlib.util.spec_from_file_location("how_fast_report", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_up_turn(shape, n, variant, rank=0, seconds=(0.1,), **changes):
+    """Return the facts of one variant that did everything right."""
+    size, sent = GRADIENT[shape], 0
+    if variant == "DDP":
+        sent = lesson.all_reduce_cost(n, size)[1] + 500 * (n > 1)
+    copied = 2 * (n - 1) * size if variant == "DataParallel" else 0
+    facts = {"shape": shape, "workers": n, "variant": variant, "rank": rank}
+    facts |= {"seconds": list(seconds), "written": sent, "difference": 1e-16}
+    return facts | {"parameters": copied, "gradients": copied} | changes
+
+
+def make_up_result(nproc=4, link=(1e-4, 1e-9), **seconds):
+    """Return a result as `measure` returns it, with times that were made up."""
+    workers = [n for n in (1, 2, 4) if n <= nproc]
+    turns = []
+    for shape in lesson.SHAPES:
+        for n in workers:
+            for name in lesson.VARIANTS:
+                times = seconds.get(name.replace(" ", "_"), {}).get(n, [0.1])
+                turns.append(make_up_turn(shape, n, name, seconds=times))
+            turns += [make_up_turn(shape, n, "DDP", rank, [9.9]) for rank in range(1, n)]
+    times = [
+        [n, size, lesson.predict_all_reduce(link, n, size)]
+        for n in workers[1:]
+        for size in lesson.SIZES
+    ]
+    return {"backend": "gloo", "device": "cpu", "all_reduce": times, "turns": turns}
+
+
+# --- The cost model ---
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 256])
+def test_a_ring_sends_two_chunks_of_n_minus_1(n):
+    messages, sent = lesson.all_reduce_cost(n, 1000)
+    assert messages == 2 * (n - 1)
+    assert sent == pytest.approx(2 * (n - 1) * 1000 / n)
+
+
+@pytest.mark.parametrize("link", [(5e-5, 1e-9), (0.0, 2e-9), (1e-3, 0.0), (1e-6, 1e-12)])
+def test_fit_finds_a_link_that_is_known(link):
+    times = [(n, s, lesson.predict_all_reduce(link, n, s)) for n in (2, 3) for s in lesson.SIZES]
+    found = lesson.fit_link(times)
+    assert found == pytest.approx(list(link), rel=1e-6, abs=1e-15)
+    assert lesson.predict_all_reduce(found, 8, 12345) == pytest.approx(
+        lesson.predict_all_reduce(link, 8, 12345)
+    )
+
+
+def test_no_price_is_negative_and_the_fit_is_then_the_best_one():
+    falling = [(2, size, 1e-3 - 1e-11 * size) for size in lesson.SIZES]
+    assert lesson.fit_link(falling)[1] == 0.0 < lesson.fit_link(falling)[0]
+    steep = [(2, size, 1e-9 * size * (1 + size / 1e7)) for size in lesson.SIZES]
+    assert lesson.fit_link(steep)[0] == 0.0 < lesson.fit_link(steep)[1]
+    for times in (falling, steep):
+        best = squared_error(lesson.fit_link(times), times)
+        for factor in (0.99, 1.01):
+            near = [price * factor for price in lesson.fit_link(times)]
+            assert squared_error(near, times) > best
+
+
+def squared_error(link, times):
+    return sum((lesson.predict_all_reduce(link, n, s) / t - 1) ** 2 for n, s, t in times)
+
+
+def test_errors_are_relative():
+    """Small sizes are twice as slow as the link says: the fit must care about them."""
+    times = [(2, s, (2 if s < 1e5 else 1) * (2e-5 + 1e-9 * s)) for s in lesson.SIZES]
+    link = lesson.fit_link(times)
+    for change in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
+        near = [price * factor for price, factor in zip(link, change, strict=True)]
+        assert squared_error(near, times) > squared_error(link, times)
+    assert link[0] > 1.2e-5  # absolute errors would leave it near 1e-5
+
+
+@pytest.mark.claim("D3", "A3")
+def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
+    """The published 8 GPUs lie between the bounds; 2 to 8 devices can be linear, or useless."""
+    for n in (2, 4, 8):
+        sending = lesson.predict_all_reduce((1e-5, 1e-10), n, 1e8)
+        low, high = lesson.predict_speedup(n * 10.0, 10.0, sending)
+        assert 0.99 * n < low < high == n
+        low, high = lesson.predict_speedup(n * sending / 9, sending / 9, sending)
+        assert low == pytest.approx(n / 10) and high == pytest.approx(n / 9)
+    published = {1: 9, 2: 5.5, 4: 3, 8: 2}  # seconds, ResNet-34, WZMIAOMIAO
+    assert [round(published[1] / published[n] / n, 2) for n in (2, 4, 8)] == [0.82, 0.75, 0.56]
+    sending = published[2] - published[1] / 2
+    for n in (4, 8):
+        low, high = lesson.predict_speedup(9, 9 / n, sending * lesson.all_reduce_cost(n, 1)[1])
+        assert low < 9 / published[n] < high
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="needs /proc/self/io")
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_gloo_sends_what_the_formula_says(nproc):
+    """The bytes written by each rank, headers included, for sizes as DDP's buckets have."""
+    for counts in nbtools.run(count_all_reduce, nproc, [100_000, 1_000_000, 12_000_000]):
+        for size, written in counts:
+            sent = lesson.all_reduce_cost(nproc, size)[1]
+            assert sent <= written < 1.02 * sent + 2000
+
+
+# --- What is sent, and by whom ---
+
+
+@pytest.mark.claim("A3", "A6", "E6")
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_counted_bytes_are_those_of_the_formulas(measured, nproc):
+    result, _ = measured[nproc]
+    workers = sorted({n for n in (1, 2, 4, nproc) if n <= nproc})
+    assert {turn["workers"] for turn in result["turns"]} == set(workers)
+    for turn in result["turns"]:
+        n, size = turn["workers"], GRADIENT[turn["shape"]]
+        master = 2 * (n - 1) * size if turn["variant"] == "DataParallel" else 0  # in two steps
+        assert (turn["parameters"], turn["gradients"]) == (master, master)
+        sent = 2 * (n - 1) / n * size if turn["variant"] == "DDP" else 0
+        if ON_LINUX:
+            assert sent <= turn["written"] <= 1.02 * sent + 2000 * n
+    ddp = [(t["shape"], t["workers"], t["rank"]) for t in result["turns"] if t["variant"] == "DDP"]
+    assert sorted(ddp) == sorted(
+        (s, n, r) for s in lesson.SHAPES for n in workers for r in range(n)
+    )
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="needs /proc/self/io")
+@pytest.mark.claim("E6")
+def test_ddp_has_no_room_for_parameters():
+    size = GRADIENT[LARGE]
+    without = nbtools.run(train_with_ddp, 2, False)
+    assert all(size <= written < 1.02 * size for written in without)
+    written = nbtools.run(train_with_ddp, 2, True)
+    assert written[0] > 1.98 * size  # rank 0 sent them, and the count shows it
+
+
+@pytest.mark.claim("E6", "A3")
+def test_data_parallel_has_threads_and_ddp_has_processes():
+    """Threads of one process share its interpreter and its GIL."""
+    (places,) = nbtools.run(where_it_runs, 1, "DataParallel")
+    assert len({process for process, _ in places}) == 1 and len(places) == 4
+    ranks = nbtools.run(where_it_runs, 4, "DDP")
+    assert len({process for places in ranks for process, _ in places}) == 4
+    assert all(len(places) == 1 for places in ranks)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_all_variants_have_the_gradient_of_one_process(measured, nproc):
+    result, lines = measured[nproc]
+    assert result["passed"] is True
+    differences = [turn["difference"] for turn in result["turns"]]
+    assert max(differences) < 1e-10
+    # With several ranks the sum has another order: exact zeros everywhere would be suspicious.
+    assert nproc == 1 or max(differences) > 0
+    assert len(lines) == 1 + 6 * len({t["workers"] for t in result["turns"]}) + (nproc > 1) + 3
+
+
+@pytest.mark.claim("C10")
+def test_the_problem_has_a_gradient_in_every_layer_and_depends_on_the_seed():
+    for shape, (layers, width) in lesson.SHAPES.items():
+        model, rows, targets = lesson.make_problem(shape, 13, 0, "cpu")
+        assert sum(p.nbytes for p in model.parameters()) == GRADIENT[shape]
+        assert len(model) == 2 * layers and rows.shape == targets.shape == (13, width)
+        lesson.backward(model, rows, targets, 1 / targets.numel())
+        assert all(parameter.grad.norm() > 1e-9 for parameter in model.parameters())
+        reference = torch.nn.functional.mse_loss(model(rows), targets)
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        reference.backward()
+        for ours, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-15)
+        assert not torch.equal(rows, lesson.make_problem(shape, 13, 1, "cpu")[1])
+        assert torch.equal(rows, lesson.make_problem(shape, 13, 0, "cpu")[1])
+
+
+@pytest.mark.claim("A6")
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_parameters_are_sent_in_every_step(n):
+    """The master changes between steps; the replicas must compute with its new parameters."""
+    model, rows, targets = lesson.make_problem(LARGE, 13, 0, "cpu")
+    sent = {"parameters": 0, "gradients": 0}
+    compute = lesson.make_variant("DataParallel", model, rows, targets, n, 0, None, sent)
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        whole = copy.deepcopy(model)
+        lesson.backward(whole, rows, targets, 1 / targets.numel())
+        compute()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-15)
+        assert sent["parameters"] == sent["gradients"] == step * (n - 1) * GRADIENT[LARGE]
+
+
+def parameters_of(rank, world_size):
+    """Return the bytes of parameters that a rank holds for DDP, and of their gradients."""
+    model, rows, targets = lesson.make_problem(LARGE, 8, 0, "cpu")
+    place = (world_size, rank, dist.group.WORLD, {})
+    lesson.make_variant("DDP", model, rows, targets, *place)()
+    pairs = [(parameter.nbytes, parameter.grad.nbytes) for parameter in model.parameters()]
+    return [sum(column) for column in zip(*pairs, strict=True)]
+
+
+@pytest.mark.claim("D3")
+def test_every_worker_holds_all_parameters():
+    assert nbtools.run(parameters_of, 3) == [[GRADIENT[LARGE]] * 2] * 3
+
+
+# --- How it is compared ---
+
+
+def test_one_process_has_as_many_threads_as_all_workers(monkeypatch):
+    """Each variant sets its number of compute threads just before it is timed."""
+    seen, order = [], []
+
+    def time_calls(call, count):
+        seen.append(torch.get_num_threads())
+        return order.append(call) or 0.1
+
+    monkeypatch.setattr(lesson, "time_calls", time_calls)
+    before = torch.get_num_threads()
+    try:
+        lesson.measure(config(nproc=1, steps=2, threads=2))
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(before)
+    assert seen == [2] * 2 * len(lesson.SHAPES) * len(lesson.VARIANTS)
+    turns = len(seen) // 2
+    assert order[:turns] == order[turns:], "each variant has its turn in each repeat"
+
+
+def test_threads_of_each_variant():
+    """With 4 ranks in one result: n x k for one process, k for the others."""
+    for facts in nbtools.run(record_threads, 4, config(nproc=4, threads=2))[0]:
+        n, name, threads = facts
+        assert threads == (2 * n if name == "one process" else 2)
+
+
+def record_threads(rank, world_size, cfg):
+    """Return [(workers, variant, threads)] of what this rank timed."""
+    made, seen = {}, []
+    make_variant = lesson.make_variant
+
+    def remember(name, model, rows, targets, n, *place):
+        compute = make_variant(name, model, rows, targets, n, *place)
+        made[id(compute)] = compute, n, name
+        return compute
+
+    def time_calls(call, count):
+        if id(call) in made:
+            seen.append((*made[id(call)][1:], torch.get_num_threads()))
+            for _ in range(2):
+                call()
+        return 0.1
+
+    lesson.make_variant, lesson.time_calls = remember, time_calls
+    lesson.measure(cfg)
+    return seen
+
+
+def test_time_of_calls_leaves_out_the_first(monkeypatch):
+    clock = iter([10.0, 16.0])
+    monkeypatch.setattr(lesson.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert lesson.time_calls(lambda: calls.append(1), 3) == 2.0
+    assert len(calls) == 4
+
+
+@pytest.mark.claim("A3")
+def test_speedups_are_ratios_of_the_medians_of_what_was_measured(monkeypatch):
+    monkeypatch.setattr(lesson.os, "cpu_count", lambda: 4)
+    one, threads = {1: [0.4, 0.1, 0.2], 4: [0.1]}, {2: [0.2, 0.5, 0.1], 4: [0.8]}
+    processes, share = {2: [0.3, 0.1, 0.1], 4: [0.05]}, {2: [0.09], 4: [0.04, 0.04, 9.0]}
+    seconds = {"one_process": one, "DataParallel": threads, "DDP": processes, "share_alone": share}
+    result = make_up_result(**seconds)
+    lines = lesson.analyse(result, config(nproc=4))
+    rows = {(row["shape"], row["workers"]): row for row in result["rows"]}
+    for shape in lesson.SHAPES:
+        assert rows[shape, 1]["speedup"]["one process"] == 1.0
+        assert rows[shape, 2]["speedup"] == pytest.approx(
+            {"one process": 2.0, "DataParallel": 1.0, "DDP": 2.0}
+        )
+        assert rows[shape, 4]["speedup"]["DataParallel"] == pytest.approx(0.25)
+        sending = lesson.predict_all_reduce((1e-4, 1e-9), 4, GRADIENT[shape])
+        expected = 0.2 / (0.04 + sending), 0.2 / max(0.04, sending)
+        assert rows[shape, 4]["predicted"] == pytest.approx(expected)
+        assert rows[shape, 4]["bytes"] == GRADIENT[shape]
+    assert f"{SMALL}, 2 x DataParallel: 200 ms (100 to 500), speed-up 1" in lines
+
+
+def test_workers_that_share_cores_are_predicted_to_be_slower(monkeypatch):
+    share = {"share_alone": {1: [0.1], 2: [0.05], 4: [0.025]}}
+    for cores, factor in ((8, 1), (4, 1), (2, 2), (1, 4)):
+        monkeypatch.setattr(lesson.os, "cpu_count", lambda cores=cores: cores)
+        result = make_up_result(link=(0.0, 1e-15), **share)
+        lesson.analyse(result, config(nproc=4))
+        assert result["rows"][2]["predicted"][0] == pytest.approx(4 / factor, rel=1e-3)
+
+
+def test_the_fit_is_judged_on_what_it_has_not_seen():
+    """Change one number at a time: what is fitted changes the link, what is a test does not."""
+    known = [[n, s] for n in (2,) for s in lesson.SIZES[::2]]
+    for place in range(2 * len(lesson.SIZES)):
+        result = make_up_result()
+        n, size, seconds = result["all_reduce"][place]
+        result["all_reduce"][place][2] = 3 * seconds
+        lesson.analyse(result, config(nproc=4))
+        unchanged = result["link"] == pytest.approx([1e-4, 1e-9], rel=1e-9)
+        assert unchanged == ([n, size] not in known), (n, size)
+
+
+def test_errors_where_fitted_and_elsewhere_are_both_shown():
+    result = make_up_result()
+    for time_ in result["all_reduce"]:
+        if time_[0] == 4 or time_[1] not in lesson.SIZES[::2]:
+            time_[2] *= 4
+    lines = lesson.analyse(result, config(nproc=4))
+    assert result["errors"] == pytest.approx([0, 0.75], abs=1e-9)
+    (line,) = [line for line in lines if line.startswith("all-reduce: ")]
+    assert line == "all-reduce: 100 us per message, 1 s per GB; 0% off where fitted, 75% elsewhere"
+    pair = make_up_result(nproc=2)  # two ranks only: the other sizes are the test
+    pair["all_reduce"] = [
+        [n, s, t * (1 if s in lesson.SIZES[::2] else 2)] for n, s, t in pair["all_reduce"]
+    ]
+    lesson.analyse(pair, config(nproc=2))
+    assert pair["errors"] == pytest.approx([0, 0.5], abs=1e-9)
+
+
+@pytest.mark.claim("D3")
+def test_links_are_predicted_from_the_time_of_one_worker():
+    result = make_up_result(one_process={1: [0.01]})
+    lines = lesson.analyse(result, config(link=[[10, 16, 8], [1000, 1, 100]]))
+    for line, (us, gb, n) in zip(lines[-2:], [(10, 16, 8), (1000, 1, 100)], strict=True):
+        sending = 2 * (n - 1) * us * 1e-6 + 2 * (n - 1) / n * GRADIENT[LARGE] / (gb * 1e9)
+        low, high = n * 0.01 / (0.01 + sending), n * 0.01 / max(0.01, sending)
+        place = f"{LARGE}, {n} devices, {us} us, {gb} GB/s"
+        assert line == f"{place}: predicted {low:.3g} to {high:.3g}"
+
+
+# --- The verdict ---
+
+WRONG = {
+    "a wrong gradient": {"difference": 1e-9},
+    "no gradient": {"difference": float("nan")},
+    "too few bytes": {"written": 1000},
+    "too many bytes": {"written": 1e8},
+    "parameters not sent": {"parameters": 0},
+    "gradients not sent": {"gradients": 0},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_main_fails_when_a_part_of_the_claim_is_false(monkeypatch, capsys, what):
+    def verdict(result):
+        monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
+        code = lesson.main(["--nproc", "4"])
+        return code, capsys.readouterr().out.splitlines()[-1].split()[0]
+
+    assert verdict(make_up_result()) == (0, "PASS")
+    result = make_up_result()
+    variant = "DataParallel" if "sent" in what else "DDP"
+    (turn,) = [
+        t
+        for t in result["turns"]
+        if (t["shape"], t["workers"], t["variant"], t["rank"]) == (SMALL, 4, variant, 0)
+    ]
+    turn.update(WRONG[what])
+    assert verdict(result) == (1, "FAIL")
+
+
+def test_a_system_that_does_not_count_can_pass(monkeypatch, capsys):
+    result = make_up_result()
+    for turn in result["turns"]:
+        turn["written"] = None
+    monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
+    assert lesson.main(["--nproc", "4"]) == 0
+    monkeypatch.setattr(lesson.Path, "exists", lambda path: False)
+    assert lesson.bytes_written() is None
+
+
+# --- The script and its report, as a reader uses them ---
+
+
+@pytest.mark.claim("A3", "E6")
+def test_script_passes_from_another_folder(script):
+    run, _ = script
+    assert run.returncode == 0, run.stderr
+    facts = run.json
+    assert facts["lesson"] == 11 and facts["world_size"] == 2 and facts["passed"] is True
+    assert (facts["backend"], facts["device"]) == ("gloo", "cpu") or torch.cuda.is_available()
+    assert len(facts["rows"]) == 4 and len(facts["all_reduce"]) == len(lesson.SIZES)
+    for row in facts["rows"]:
+        first = next(r for r in facts["rows"] if r["shape"] == row["shape"])
+        alone = statistics.median(first["ms"]["one process"])
+        for name, speedup in row["speedup"].items():
+            assert speedup == pytest.approx(alone / statistics.median(row["ms"][name]))
+
+
+def test_docstring_shows_the_real_output(script):
+    block = re.search(r"Output to expect[^\n]*\n\n((?:    .+\n)+)", lesson.__doc__).group(1)
+    shown, real = textwrap.dedent(block), script[0].stdout.splitlines()[:-1]
+    real[0] = real[0].replace("2 workers", "4 workers")  # the default
+    compare = doctest.OutputChecker().check_output
+    assert compare(shown, "\n".join(real) + "\n", doctest.ELLIPSIS), real
+    assert len(real) == 1 + 2 * 2 * 3 + 1 + 3 + 1
+
+
+def test_report_is_one_file_with_the_table_the_figure_and_the_numbers(script):
+    run, page = script
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page), "it needs another file"
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', page).group(1)
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
+    text = html.unescape(page)
+    for line in run.stdout.splitlines()[:-1]:
+        assert line in text
+    numbers = text[text.index('{"lesson"') : text.index("</pre>\n</body>")]
+    assert json.loads(numbers) == run.json
+    assert page.count("<tr>") == 1 + 4
+    for published in ("4138 s", "1188 s", "110.6 s", "131.4 s", "38.0 %", "9, 5.5, 3, 2 s"):
+        assert published in text
+
+
+def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_program, capsys):
+    path = tmp_path / "r.html"
+    path.write_text("of last week")
+    result = make_up_result(nproc=2)
+    monkeypatch.setattr(lesson, "launch_job", lambda *_: copy.deepcopy(result))
+    monkeypatch.setattr(report_program.lesson, "launch_job", lambda *_: copy.deepcopy(result))
+    draw = report_program.draw
+    monkeypatch.setattr(report_program, "draw", lambda result: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        report_program.main(["--report", str(path), "--nproc", "2"])
+    assert path.read_text() == "of last week" and len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(report_program, "draw", draw)
+    assert report_program.main(["--report", str(path), "--nproc", "2"]) == 0
+    assert "<!DOCTYPE html>" in path.read_text() and len(list(tmp_path.iterdir())) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
+
+
+@pytest.mark.parametrize("place", ["missing/r.html", "a folder", "not writable"])
+def test_a_report_that_cannot_be_written_costs_one_line(
+    monkeypatch, capsys, tmp_path, report_program, place
+):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "not writable").write_text("keep me")
+    if place == "not writable":
+        monkeypatch.setattr(report_program.os, "access", lambda *_: False)  # root can write
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(report_program.lesson, "main", None)  # calling it would be a TypeError
+    with pytest.raises(SystemExit) as exit_:
+        report_program.main(["--report", str(tmp_path / place)])
+    stdout, stderr = capsys.readouterr()
+    assert exit_.value.code == 2 and stdout == ""
+    assert len(stderr.splitlines()) == 1 and "--report" in stderr
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "not writable").read_text() == "keep me"
+
+
+BAD = [
+    (["--nproc", "0"], "--nproc"),
+    (["--nproc", "two"], "--nproc"),
+    (["--steps", "0"], "--steps"),
+    (["--batch-size", "3", "--nproc", "4"], "--batch-size"),
+    (["--seed", "-1"], "--seed"),
+    (["--link", "1", "2"], "--link"),
+    (["--link", "1", "two", "3"], "--link"),
+    (["--link", "1", "0", "3"], "--link"),
+    (["--link", "-1", "1", "3"], "--link"),
+    (["--link", "1", "nan", "3"], "--link"),
+    (["--link", "1", "1", "1"], "--link"),
+    (["--no-such-flag"], "--no-such-flag"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value))
+def test_bad_value_costs_one_line(monkeypatch, capsys, flags, named):
+    monkeypatch.setattr(lesson, "launch_job", None)  # calling it would be a TypeError
+    with pytest.raises(SystemExit) as exit_:
+        lesson.main(flags)
+    stdout, stderr = capsys.readouterr()
+    assert exit_.value.code == 2 and stdout == ""
+    lines = [line for line in stderr.splitlines() if line]
+    assert len(lines) == 1 and named in lines[0]
+
+
+def test_help_starts_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(lesson, "launch_job", None)
+    with pytest.raises(SystemExit) as exit_:
+        lesson.main(["--help"])
+    assert exit_.value.code == 0
+    assert lesson.__doc__.splitlines()[0] in capsys.readouterr().out
+
+
+def test_a_link_is_added_to_the_known_ones(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        lesson, "launch_job", lambda cfg, func: seen.append(cfg) or make_up_result()
+    )
+    assert lesson.main(["--link", "5", "100", "16", "--link", "1", "2", "3"]) == 0
+    assert lesson.main([]) == 0
+    assert [cfg.link for cfg in seen] == [[*lesson.LINKS, [5, 100, 16], [1, 2, 3]], lesson.LINKS]
+    assert seen[1].threads == max(1, torch.get_num_threads() // 4)
+
+
+def test_a_rank_that_fails_ends_the_job_and_is_named(monkeypatch):
+    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setattr(lesson, "measure", fail_on_rank_1)
+    with pytest.raises(SystemExit) as exit_:
+        lesson.main(["--nproc", "2"])
+    message = exit_.value.code  # a text: Python prints it on stderr, and the exit code is 1
+    assert re.fullmatch(r"rank 1 failed: ValueError: no such link", message.splitlines()[-1])
+    ranks = set(psutil.Process().children(recursive=True)) - before
+    assert [process for process in ranks if "spawn_main" in " ".join(process.cmdline())] == []
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="needs Linux's parent-death signal")
+def test_killed_launcher_leaves_no_rank_and_no_report(tmp_path):
+    path = tmp_path / "r.html"
+    process = start_lesson(11, "--nproc", 2, "--steps", 10000, "--report", path)
+    family, end = [], time.monotonic() + 90
+    try:
+        while time.monotonic() < end:
+            with contextlib.suppress(psutil.Error):
+                family = psutil.Process(process.pid).children(recursive=True)
+                ranks = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
+                # A rank that has a connection has imported torch and has met the others.
+                if len(ranks) == 2 and all(child.net_connections("tcp") for child in ranks):
+                    break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("the ranks did not start")
+        process.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        for child in [process, *family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.communicate()
+
+
+@pytest.mark.gpu
+@pytest.mark.claim("A3", "E6")
+def test_on_gpus_the_variants_agree():
+    nproc = min(4, torch.cuda.device_count())
+    facts = run_lesson(11, "--nproc", nproc, "--steps", 1, "--json").json
+    assert (facts["backend"], facts["device"]) == ("nccl", "cuda")
+    assert facts["passed"] is True
+
+
+# --- The exercise ---
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 8, 16])
+def test_solution_is_correct(most):
+    assert check(solution, most) is None
+    assert nbtools.judge(check, solution) == "correct"
+    for _, latency, per_byte, compute, size in CASES:  # by the lesson's own model
+        link = (latency, per_byte)
+        seconds = [
+            compute / n + lesson.predict_all_reduce(link, n, size) for n in range(1, most + 1)
+        ]
+        assert seconds[solution(link, compute, size, most) - 1] == pytest.approx(min(seconds))
+
+
+def best(seconds, most):
+    return min(range(1, most + 1), key=seconds)
+
+
+WRONG_ATTEMPTS = {
+    "all": lambda link, compute, size, most: most,
+    "one": lambda link, compute, size, most: 1,
+    "no latency": lambda link, compute, size, most: solution((0, link[1]), compute, size, most),
+    "no bytes": lambda link, compute, size, most: solution((link[0], 0), compute, size, most),
+    "half the messages": lambda link, compute, size, most: solution(
+        (link[0] / 2, link[1]), compute, size, most
+    ),
+    "the master's bytes": lambda link, compute, size, most: best(
+        lambda n: compute / n + 2 * (n - 1) * (link[0] + link[1] * size), most
+    ),
+    "twice the bytes": lambda link, compute, size, most: best(
+        lambda n: compute / n + (n > 1) * (2 * (n - 1) * link[0] + 2 * link[1] * size), most
+    ),
+    "a text": lambda link, compute, size, most: "4",
+    "None": lambda link, compute, size, most: None,
+}
+
+
+@pytest.mark.parametrize("attempt", WRONG_ATTEMPTS.values(), ids=WRONG_ATTEMPTS)
+def test_wrong_attempt_is_refused(attempt):
+    assert nbtools.judge(check, attempt).startswith("not yet: ")
+
+
+def test_stub_is_not_attempted():
+    def best_number(link, compute, size, most):
+        raise NotImplementedError
+
+    assert nbtools.judge(check, best_number) == "not attempted"
