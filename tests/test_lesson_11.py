@@ -401,11 +401,10 @@ def record_threads(rank, world_size, cfg):
 
 
 def test_time_of_calls_leaves_out_the_first(monkeypatch):
-    clock = iter([10.0, 16.0])
-    monkeypatch.setattr(lesson.time, "perf_counter", lambda: next(clock))
-    calls = []
-    assert lesson.time_calls(lambda: calls.append(1), 3) == 2.0
-    assert len(calls) == 4
+    calls = []  # the first call takes 100 seconds, each other one 2
+    monkeypatch.setattr(lesson.time, "perf_counter", lambda: sum(calls))
+    assert lesson.time_calls(lambda: calls.append(2.0 if calls else 100.0), 3) == 2.0
+    assert calls == [100.0, 2.0, 2.0, 2.0]
 
 
 @pytest.mark.claim("A3")
