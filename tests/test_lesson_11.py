@@ -371,15 +371,8 @@ def test_one_process_has_as_many_threads_as_all_workers(monkeypatch):
     assert order[:turns] == order[turns:], "each variant has its turn in each repeat"
 
 
-def test_threads_of_each_variant():
-    """With 4 ranks in one result: n x k for one process, k for the others."""
-    for facts in nbtools.run(record_threads, 4, config(nproc=4, threads=2))[0]:
-        n, name, threads = facts
-        assert threads == (2 * n if name == "one process" else 2)
-
-
-def record_threads(rank, world_size, cfg):
-    """Return [(workers, variant, threads)] of what this rank timed."""
+def record_turns(rank, world_size, cfg):
+    """Return [(workers, variant, threads, start, end)] of what this rank timed, in its order."""
     made, seen = {}, []
     make_variant = lesson.make_variant
 
@@ -390,14 +383,41 @@ def record_threads(rank, world_size, cfg):
 
     def time_calls(call, count):
         if id(call) in made:
-            seen.append((*made[id(call)][1:], torch.get_num_threads()))
+            start = time.monotonic()
             for _ in range(2):
                 call()
+            end = time.monotonic()
+            seen.append((*made[id(call)][1:], torch.get_num_threads(), start, end))
         return 0.1
 
     lesson.make_variant, lesson.time_calls = remember, time_calls
     lesson.measure(cfg)
     return seen
+
+
+@pytest.fixture(scope="module")
+def turns():
+    """Return the turns of each of 3 ranks."""
+    return nbtools.run(record_turns, 3, config(nproc=3, threads=2))
+
+
+def test_threads_of_each_variant(turns):
+    """n x k compute threads for one process, k for each worker of the others."""
+    assert len(turns[0]) == len(lesson.SHAPES) * 3 * len(lesson.VARIANTS)
+    for n, name, threads, _, _ in turns[0] + turns[1] + turns[2]:
+        assert threads == (2 * n if name == "one process" else 2)
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="needs one clock for all processes")
+def test_no_rank_computes_while_rank_0_works_alone(turns):
+    for ours in turns[1:]:
+        places = [i for i, turn in enumerate(turns[0]) if turn[1] == "DDP" and turn[0] > 1]
+        places = places if ours is turns[1] else [i for i in places if turns[0][i][0] == 3]
+        assert len(ours) == len(places)
+        for turn, place in zip(ours, places, strict=True):
+            assert turn[:2] == turns[0][place][:2]
+            assert turns[0][place - 1][4] <= turn[3], "it began before rank 0 had finished"
+            assert turn[4] <= turns[0][place + 1][3], "rank 0 began before it had finished"
 
 
 def test_time_of_calls_leaves_out_the_first(monkeypatch):
