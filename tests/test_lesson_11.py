@@ -593,6 +593,10 @@ def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_prog
         report_program.main(["--report", str(path), "--nproc", "2"])
     assert path.read_text() == "of last week" and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(report_program, "draw", draw)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(report_program.Path, "replace", lambda *_: 1 / 0)
+        report_program.main(["--report", str(path), "--nproc", "2"])
+    assert path.read_text() == "of last week" and len(list(tmp_path.iterdir())) == 1
     assert report_program.main(["--report", str(path), "--nproc", "2"]) == 0
     assert "<!DOCTYPE html>" in path.read_text() and len(list(tmp_path.iterdir())) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
