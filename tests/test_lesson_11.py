@@ -146,7 +146,7 @@ def make_up_turn(shape, n, variant, rank=0, seconds=(0.1,), **changes):
     """Return the facts of one variant that did everything right."""
     size, sent = GRADIENT[shape], 0
     if variant == "DDP":
-        sent = lesson.all_reduce_cost(n, size)[1] + 500 * (n > 1)
+        sent = 1.005 * lesson.all_reduce_cost(n, size)[1]
     copied = 2 * (n - 1) * size if variant == "DataParallel" else 0
     facts = {"shape": shape, "workers": n, "variant": variant, "rank": rank}
     facts |= {"seconds": list(seconds), "written": sent, "difference": 1e-16}
@@ -219,7 +219,7 @@ def test_errors_are_relative():
 
 @pytest.mark.claim("D3", "A3")
 def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
-    """The published 8 GPUs lie between the bounds; 2 to 8 devices can be linear, or useless."""
+    """2 to 8 devices can be linear, or useless. The model is too good for the published 8 GPUs."""
     for n in (2, 4, 8):
         sending = lesson.predict_all_reduce((1e-5, 1e-10), n, 1e8)
         low, high = lesson.predict_speedup(n * 10.0, 10.0, sending)
@@ -229,9 +229,13 @@ def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
     published = {1: 9, 2: 5.5, 4: 3, 8: 2}  # seconds, ResNet-34, WZMIAOMIAO
     assert [round(published[1] / published[n] / n, 2) for n in (2, 4, 8)] == [0.82, 0.75, 0.56]
     sending = published[2] - published[1] / 2
-    for n in (4, 8):
-        low, high = lesson.predict_speedup(9, 9 / n, sending * lesson.all_reduce_cost(n, 1)[1])
-        assert low < 9 / published[n] < high
+    inside = {}
+    for n in (4, 8):  # a batch of 16 for each GPU: n GPUs make 2 / n of the steps of 2 GPUs
+        per_step = lesson.all_reduce_cost(n, 1)[1] / lesson.all_reduce_cost(2, 1)[1]
+        low, high = lesson.predict_speedup(9, 9 / n, sending * 2 / n * per_step)
+        inside[n] = low <= 9 / published[n] <= high
+        assert (round(low, 2), high) == {4: (3.0, 4), 8: (5.76, 8)}[n]
+    assert inside == {4: True, 8: False} and 9 / published[8] < low
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="needs /proc/self/io")
@@ -241,7 +245,7 @@ def test_gloo_sends_what_the_formula_says(nproc):
     for counts in nbtools.run(count_all_reduce, nproc, [100_000, 1_000_000, 12_000_000]):
         for size, written in counts:
             sent = lesson.all_reduce_cost(nproc, size)[1]
-            assert sent <= written < 1.02 * sent + 2000
+            assert sent <= written < 1.02 * sent
 
 
 # --- What is sent, and by whom ---
@@ -259,7 +263,7 @@ def test_counted_bytes_are_those_of_the_formulas(measured, nproc):
         assert (turn["parameters"], turn["gradients"]) == (master, master)
         sent = 2 * (n - 1) / n * size if turn["variant"] == "DDP" else 0
         if ON_LINUX:
-            assert sent <= turn["written"] <= 1.02 * sent + 2000 * n
+            assert sent <= turn["written"] <= 1.02 * sent
     ddp = [(t["shape"], t["workers"], t["rank"]) for t in result["turns"] if t["variant"] == "DDP"]
     assert sorted(ddp) == sorted(
         (s, n, r) for s in lesson.SHAPES for n in workers for r in range(n)
@@ -334,6 +338,17 @@ def test_parameters_are_sent_in_every_step(n):
         assert sent["parameters"] == sent["gradients"] == step * (n - 1) * GRADIENT[LARGE]
 
 
+def measure_few_rows(rank, world_size):
+    """Return whether 3 ranks are right with a batch of 2 rows: a rank has no row at all."""
+    result = lesson.measure(config(nproc=3, batch_size=2))
+    lesson.analyse(result, config(nproc=3))
+    return result["passed"]
+
+
+def test_a_worker_without_a_row_is_no_error():
+    assert nbtools.run(measure_few_rows, 3) == [True] * 3
+
+
 def parameters_of(rank, world_size):
     """Return the bytes of parameters that a rank holds for DDP, and of their gradients."""
     model, rows, targets = lesson.make_problem(LARGE, 8, 0, "cpu")
@@ -372,9 +387,16 @@ def test_one_process_has_as_many_threads_as_all_workers(monkeypatch):
 
 
 def record_turns(rank, world_size, cfg):
-    """Return [(workers, variant, threads, start, end)] of what this rank timed, in its order."""
-    made, seen = {}, []
-    make_variant = lesson.make_variant
+    """Return what this rank timed, in order: [(workers, variant, threads, start, end)].
+
+    `threads` holds what each thread that computed a gradient says about its compute threads.
+    """
+    made, seen, asked = {}, [], []
+    make_variant, backward = lesson.make_variant, lesson.backward
+
+    def ask(*arguments):
+        asked.append(torch.get_num_threads())  # it is another number in each Python thread
+        return backward(*arguments)
 
     def remember(name, model, rows, targets, n, *place):
         compute = make_variant(name, model, rows, targets, n, *place)
@@ -383,14 +405,15 @@ def record_turns(rank, world_size, cfg):
 
     def time_calls(call, count):
         if id(call) in made:
+            asked.clear()
             start = time.monotonic()
             for _ in range(2):
                 call()
             end = time.monotonic()
-            seen.append((*made[id(call)][1:], torch.get_num_threads(), start, end))
+            seen.append((*made[id(call)][1:], list(asked), start, end))
         return 0.1
 
-    lesson.make_variant, lesson.time_calls = remember, time_calls
+    lesson.make_variant, lesson.time_calls, lesson.backward = remember, time_calls, ask
     lesson.measure(cfg)
     return seen
 
@@ -405,7 +428,8 @@ def test_threads_of_each_variant(turns):
     """n x k compute threads for one process, k for each worker of the others."""
     assert len(turns[0]) == len(lesson.SHAPES) * 3 * len(lesson.VARIANTS)
     for n, name, threads, _, _ in turns[0] + turns[1] + turns[2]:
-        assert threads == (2 * n if name == "one process" else 2)
+        counts = 2 * (n if name == "DataParallel" else 1)  # two steps
+        assert threads == [2 * n if name == "one process" else 2] * counts, (n, name)
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="needs one clock for all processes")
@@ -427,9 +451,15 @@ def test_time_of_calls_leaves_out_the_first(monkeypatch):
     assert calls == [100.0, 2.0, 2.0, 2.0]
 
 
+def have_cores(monkeypatch, count):
+    """Let this process be allowed on `count` of the 1000 cores of its machine."""
+    monkeypatch.setattr(lesson.os, "cpu_count", lambda: 1000)
+    monkeypatch.setattr(lesson.os, "sched_getaffinity", lambda _: range(count), raising=False)
+
+
 @pytest.mark.claim("A3")
 def test_speedups_are_ratios_of_the_medians_of_what_was_measured(monkeypatch):
-    monkeypatch.setattr(lesson.os, "cpu_count", lambda: 4)
+    have_cores(monkeypatch, 4)
     one, threads = {1: [0.4, 0.1, 0.2], 4: [0.1]}, {2: [0.2, 0.5, 0.1], 4: [0.8]}
     processes, share = {2: [0.3, 0.1, 0.1], 4: [0.05]}, {2: [0.09], 4: [0.04, 0.04, 9.0]}
     seconds = {"one_process": one, "DataParallel": threads, "DDP": processes, "share_alone": share}
@@ -452,7 +482,7 @@ def test_speedups_are_ratios_of_the_medians_of_what_was_measured(monkeypatch):
 def test_workers_that_share_cores_are_predicted_to_be_slower(monkeypatch):
     share = {"share_alone": {1: [0.1], 2: [0.05], 4: [0.025]}}
     for cores, factor in ((8, 1), (4, 1), (2, 2), (1, 4)):
-        monkeypatch.setattr(lesson.os, "cpu_count", lambda cores=cores: cores)
+        have_cores(monkeypatch, cores)
         result = make_up_result(link=(0.0, 1e-15), **share)
         lesson.analyse(result, config(nproc=4))
         assert result["rows"][2]["predicted"][0] == pytest.approx(4 / factor, rel=1e-3)
@@ -470,21 +500,32 @@ def test_the_fit_is_judged_on_what_it_has_not_seen():
         assert unchanged == ([n, size] not in known), (n, size)
 
 
-def test_errors_where_fitted_and_elsewhere_are_both_shown():
+@pytest.mark.parametrize("factor", [4, 1 / 4])
+def test_errors_where_fitted_and_elsewhere_are_both_shown(factor):
+    """Ten times too low is as wrong as ten times too high."""
     result = make_up_result()
     for time_ in result["all_reduce"]:
         if time_[0] == 4 or time_[1] not in lesson.SIZES[::2]:
-            time_[2] *= 4
+            time_[2] *= factor
+    result["all_reduce"][-1][2] *= factor
     lines = lesson.analyse(result, config(nproc=4))
-    assert result["errors"] == pytest.approx([0, 0.75], abs=1e-9)
+    assert [number for pair in result["errors"] for number in pair] == pytest.approx([1, 1, 4, 16])
     (line,) = [line for line in lines if line.startswith("all-reduce: ")]
-    assert line == "all-reduce: 100 us per message, 1 s per GB; 0% off where fitted, 75% elsewhere"
+    words = "wrong by a factor of 1 (median), 1 (worst) where fitted; 4, 16 elsewhere"
+    assert line == f"all-reduce: 100 us per message, 1 s per GB; {words}"
     pair = make_up_result(nproc=2)  # two ranks only: the other sizes are the test
     pair["all_reduce"] = [
         [n, s, t * (1 if s in lesson.SIZES[::2] else 2)] for n, s, t in pair["all_reduce"]
     ]
     lesson.analyse(pair, config(nproc=2))
-    assert pair["errors"] == pytest.approx([0, 0.5], abs=1e-9)
+    assert [number for two in pair["errors"] for number in two] == pytest.approx([1, 1, 2, 2])
+
+
+def test_one_worker_alone_has_no_prediction():
+    result = make_up_result(nproc=1)
+    lines = lesson.analyse(result, config(nproc=1, link=[]))
+    assert [row["predicted"] for row in result["rows"]] == [None, None]
+    assert result["errors"] == [] and "predicted" not in " ".join(lines)
 
 
 @pytest.mark.claim("D3")
@@ -504,7 +545,7 @@ WRONG = {
     "a wrong gradient": {"difference": 1e-9},
     "no gradient": {"difference": float("nan")},
     "too few bytes": {"written": 1000},
-    "too many bytes": {"written": 1e8},
+    "too many bytes": {"written": 1.03 * 1.5 * GRADIENT[SMALL]},
     "parameters not sent": {"parameters": 0},
     "gradients not sent": {"gradients": 0},
 }
@@ -515,7 +556,9 @@ def test_main_fails_when_a_part_of_the_claim_is_false(monkeypatch, capsys, what)
     def verdict(result):
         monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
         code = lesson.main(["--nproc", "4"])
-        return code, capsys.readouterr().out.splitlines()[-1].split()[0]
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.endswith("bytes on the sockets: the formula's, plus at most 2 %")
+        return code, last.split()[0]
 
     assert verdict(make_up_result()) == (0, "PASS")
     result = make_up_result()
@@ -529,12 +572,28 @@ def test_main_fails_when_a_part_of_the_claim_is_false(monkeypatch, capsys, what)
     assert verdict(result) == (1, "FAIL")
 
 
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
+def test_headers_of_many_ranks_are_allowed(n):
+    """They are 288 bytes for each message: 2 (n - 1) of them, measured with 2 to 8 ranks."""
+    sent = lesson.all_reduce_cost(n, GRADIENT[SMALL])[1]
+    for factor, right in ((1, True), (8, False)):
+        turn = make_up_turn(SMALL, n, "DDP", written=sent + factor * 2 * (n - 1) * 288)
+        assert lesson.is_right(turn, GRADIENT[SMALL], True) == right
+
+
+def test_what_one_worker_writes_is_an_error():
+    for name in ("one process", "share alone", "DataParallel"):
+        turn = make_up_turn(SMALL, 2, name, written=1)
+        assert not lesson.is_right(turn, GRADIENT[SMALL], True)
+
+
 def test_a_system_that_does_not_count_can_pass(monkeypatch, capsys):
     result = make_up_result()
     for turn in result["turns"]:
         turn["written"] = None
     monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
     assert lesson.main(["--nproc", "4"]) == 0
+    assert capsys.readouterr().out.endswith("; no bytes on sockets were counted\n")
     monkeypatch.setattr(lesson.Path, "exists", lambda path: False)
     assert lesson.bytes_written() is None
 
@@ -625,7 +684,7 @@ BAD = [
     (["--nproc", "0"], "--nproc"),
     (["--nproc", "two"], "--nproc"),
     (["--steps", "0"], "--steps"),
-    (["--batch-size", "3", "--nproc", "4"], "--batch-size"),
+    (["--batch-size", "0"], "--batch-size"),
     (["--seed", "-1"], "--seed"),
     (["--link", "1", "2"], "--link"),
     (["--link", "1", "two", "3"], "--link"),
@@ -653,7 +712,9 @@ def test_help_starts_nothing(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         lesson.main(["--help"])
     assert exit_.value.code == 0
-    assert lesson.__doc__.splitlines()[0] in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert lesson.__doc__.splitlines()[0] in text
+    assert "--link LATENCY_US GB_PER_S DEVICES" in text
 
 
 def test_a_link_is_added_to_the_known_ones(monkeypatch):
