@@ -20,15 +20,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lessons"))
 import lesson_11_how_fast as lesson
+import torch
 
 PUBLISHED = """\
 ResNet-34 on 1, 2, 4, 8 GPUs: 9, 5.5, 3, 2 s for an epoch
     (WZMIAOMIAO, deep-learning-for-image-processing, train_multi_GPU)
-ImageNet on 4 V100 with PCIe: DataParallel 4138 s, DDP 1188 s (tczhangzhi, pytorch-distributed)
+ImageNet on 4 V100 with PCIe: DataParallel 4138 s, DDP 1188 s
+    (from the figure in the README of tczhangzhi, pytorch-distributed)
 GPT-2 on 2 TITAN RTX, 200 steps, with NVLink: DataParallel 110.6 s, DDP 101.9 s;
     without NVLink: DDP 131.4 s (Hugging Face, Efficient Training on Multiple GPUs)
-DDP on up to 256 GPUs: near-linear. Overlap saves 38.0 % (ResNet-50) and 35.2 % (BERT) over nccl,
-    26.8 % and 21.5 % over gloo (Li et al., VLDB 2020, arXiv 2006.15704)"""
+DDP on up to 256 GPUs: near-linear. Overlapping communication with computation gave 38.0 %
+    (ResNet-50) and 35.2 % (BERT) over nccl, 26.8 % and 21.5 % over gloo (their figures; see the
+    paper for what they are a percentage of: Li et al., VLDB 2020, arXiv 2006.15704)"""
 
 
 def draw(result):
@@ -42,28 +45,48 @@ def draw(result):
     figure, axes = plt.subplots(1, 1 + len(shapes), figsize=(13, 4))
     counts = sorted({n for n, *_ in result["all_reduce"]})
     for n, marker in zip(counts, "osD^v<>", strict=False):
-        sizes, seconds = zip(*[(s, t) for k, s, t in result["all_reduce"] if k == n], strict=True)
+        times = [(size, seconds) for k, size, seconds in result["all_reduce"] if k == n]
+        fitted = [(s, t) for s, t in times if s in lesson.SIZES[::2] and n < max(counts[-1], 3)]
+        tested = [pair for pair in times if pair not in fitted]
+        for pairs, style, kind in ((fitted, "full", "fitted"), (tested, "none", "test")):
+            if pairs:
+                sizes, seconds = zip(*pairs, strict=True)
+                measured = [1000 * t for t in seconds]
+                look = {"color": "black", "fillstyle": style, "label": f"{n} ranks, {kind}"}
+                axes[0].loglog(sizes, measured, marker, **look)
+        sizes = [size for size, _ in times]
         guess = [1000 * lesson.predict_all_reduce(result["link"], n, size) for size in sizes]
-        measured = [1000 * t for t in seconds]
-        axes[0].loglog(sizes, measured, marker, color="black", fillstyle="none", label=f"{n} ranks")
-        axes[0].loglog(sizes, guess, "-", color="0.6")
+        label = "the model" if n == counts[0] else None
+        axes[0].loglog(sizes, guess, "-", color="0.6", label=label)
     axes[0].set(title="All-reduce: measured, and the model (lines)", xlabel="bytes", ylabel="ms")
-    axes[0].legend()
+    if counts:
+        axes[0].legend(fontsize="small")
     for place, shape in zip(axes[1:], shapes, strict=True):
         rows = [row for row in result["rows"] if row["shape"] == shape]
         workers = [row["workers"] for row in rows]
-        low, high = zip(*[row["predicted"] for row in rows], strict=True)
-        place.fill_between(workers, low, high, color="0.85", label="DDP, predicted")
+        for row in rows[1:]:  # for one worker nothing is predicted
+            label = "DDP, predicted" if row is rows[1] else None
+            place.vlines(row["workers"], *row["predicted"], color="0.8", linewidth=12, label=label)
         for name, line in zip(lesson.VARIANTS[:3], (":s", "--^", "-o"), strict=True):
             speedup = [row["speedup"][name] for row in rows]
             place.plot(workers, speedup, line, color="black", label=name)
         place.set_xticks(workers)
-        place.set(title=shape, xlabel="workers", ylabel="speed-up over one worker", ylim=(0, None))
+        place.set(
+            title=shape, xlabel="workers", ylabel="speed-up, one batch divided", ylim=(0, None)
+        )
         place.legend()
     figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100)
     return base64.b64encode(picture.getvalue()).decode()
+
+
+def name_processor():
+    """Return the processor's model, from Linux or from `platform`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
 
 
 def make_page(text, result):
@@ -74,21 +97,27 @@ def make_page(text, result):
         times = [f"{statistics.median(row['ms'][name]):.3g}" for name in names]
         ranges = [f" ({min(row['ms'][name]):.3g} to {max(row['ms'][name]):.3g})" for name in names]
         speedups = [f"{row['speedup'][name]:.3g}" for name in names]
-        guess = "{:.3g} to {:.3g}".format(*row["predicted"])
+        guess = "{:.3g} to {:.3g}".format(*row["predicted"]) if row["predicted"] else ""
         columns = [row["shape"], row["workers"], *map("".join, zip(times, ranges, strict=True))]
         cells.append([*columns, *speedups, guess])
     head = ["model", "workers", *(f"{name}, ms" for name in lesson.VARIANTS[:3])]
     head += [*(f"speed-up, {name}" for name in lesson.VARIANTS[:3]), "DDP, predicted"]
     table = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) + "</tr>\n"
-        for line in [head, *cells]
+        "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in line) + "</tr>\n"
+        for tag, line in [("th", head), *(("td", line) for line in cells)]
     )
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
-    machine += f"Python {platform.python_version()}, torch {lesson.torch.__version__}"
+    machine = f"{platform.system()} {platform.machine()}, {name_processor()}, "
+    machine += f"{os.cpu_count()} cores, "
+    if torch.cuda.is_available():
+        machine += f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
+    machine += f"Python {platform.python_version()}, torch {torch.__version__}"
     numbers = html.escape(json.dumps(result))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Lesson 11: how fast is it?</title>
-<style>body {{ font-family: sans-serif }} td {{ padding: 0 1em 0 0 }}</style></head><body>
+<style>
+body {{ font-family: sans-serif }}
+th, td {{ padding: 0 1em 0 0; text-align: left }}
+</style></head><body>
 <h1>Lesson 11: how fast is it?</h1>
 <p>{html.escape(machine)}</p>
 <table>

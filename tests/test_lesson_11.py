@@ -635,9 +635,26 @@ def test_report_is_one_file_with_the_table_the_figure_and_the_numbers(script):
         assert line in text
     numbers = text[text.index('{"lesson"') : text.index("</pre>\n</body>")]
     assert json.loads(numbers) == run.json
-    assert page.count("<tr>") == 1 + 4
+    assert page.count("<tr>") == 1 + 4 and page.count("<th>") == 9 and page.count("<td>") == 4 * 9
     for published in ("4138 s", "1188 s", "110.6 s", "131.4 s", "38.0 %", "9, 5.5, 3, 2 s"):
         assert published in text
+
+
+def test_report_names_the_processor(report_program, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: X\nmodel name\t: Some CPU: 9000\n" * 2)
+    monkeypatch.setattr(report_program, "Path", lambda _: tmp_path / "cpuinfo")
+    assert report_program.name_processor() == "Some CPU: 9000"
+    (tmp_path / "cpuinfo").unlink()
+    monkeypatch.setattr(report_program.platform, "processor", lambda: "arm")
+    assert report_program.name_processor() == "arm"
+
+
+def test_report_of_one_worker_has_no_predictions(report_program, monkeypatch):
+    result = make_up_result(nproc=1)
+    lesson.analyse(result, config(nproc=1))
+    monkeypatch.setattr(report_program, "name_processor", lambda: "<a CPU>")
+    page = report_program.make_page("", result)
+    assert "&lt;a CPU&gt;" in page and page.count("<td></td>") == 2
 
 
 def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_program, capsys):
