@@ -432,6 +432,25 @@ def test_threads_of_each_variant(turns):
         assert threads == [2 * n if name == "one process" else 2] * counts, (n, name)
 
 
+def test_threads_of_the_pool_do_not_depend_on_when_they_begin(monkeypatch):
+    """They take over the number of compute threads when the variant is made, not at first use."""
+    asked, backward = [], lesson.backward
+    monkeypatch.setattr(
+        lesson, "backward", lambda *a: asked.append(torch.get_num_threads()) or backward(*a)
+    )
+    model, rows, targets = lesson.make_problem(SMALL, 4, 0, "cpu")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        sent = {"parameters": 0, "gradients": 0}
+        compute = lesson.make_variant("DataParallel", model, rows, targets, 3, 0, None, sent)
+        torch.set_num_threads(5)
+        compute()
+    finally:
+        torch.set_num_threads(before)
+    assert asked == [2, 2, 2]
+
+
 @pytest.mark.skipif(not ON_LINUX, reason="needs one clock for all processes")
 def test_no_rank_computes_while_rank_0_works_alone(turns):
     for ours in turns[1:]:
