@@ -674,6 +674,7 @@ def test_report_of_one_worker_has_no_predictions(report_program, monkeypatch):
     monkeypatch.setattr(report_program, "name_processor", lambda: "<a CPU>")
     page = report_program.make_page("", result)
     assert "&lt;a CPU&gt;" in page and page.count("<td></td>") == 2
+    assert page.count("<th>") == 9
 
 
 def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_program, capsys):
@@ -750,7 +751,7 @@ def test_help_starts_nothing(monkeypatch, capsys):
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert lesson.__doc__.splitlines()[0] in text
-    assert "--link LATENCY_US GB_PER_S DEVICES" in text
+    assert "--link LATENCY_US GB_PER_S DEVICES" in text[text.index("options:") :]
 
 
 def test_a_link_is_added_to_the_known_ones(monkeypatch):
