@@ -137,6 +137,7 @@ def launch_job(cfg, func):
 
 def run(local_rank, func, cfg):
     """Be one rank: join the group in a file that only this job knows (not port 9999, C9)."""
+    mp._prctl_pr_set_pdeathsig(9)  # Linux: SIGKILL for this rank if the launcher is killed
     os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(cfg.nproc))
     torch.set_num_threads(max(1, torch.get_num_threads() // cfg.nproc))  # share the cores
     setup(store=dist.FileStore(os.path.join(cfg.folder, "rendezvous"), cfg.nproc))

@@ -192,7 +192,7 @@ def _leave_with_parent():
 # --- launch ---
 
 
-def launch(lesson, deadline=110, **flags):
+def launch(lesson, deadline=300, **flags):
     """Run `scripts/lesson_NN.sh --json` with `flags` and return its last line as a dict.
 
     `batch_size=30` becomes `--batch-size 30`; True becomes a flag without a value. Raises

@@ -52,7 +52,7 @@ def start_lesson(number, *flags, cwd=ROOT, **options):
 def run_lesson(number, *flags, **options):
     """Run scripts/lesson_NN.sh to its end; return its exit code, stdout and stderr."""
     process = start_lesson(number, *flags, **options)
-    stdout, stderr = process.communicate(timeout=110)
+    stdout, stderr = process.communicate(timeout=300)
     return Finished(process.args, process.returncode, stdout, stderr)
 
 

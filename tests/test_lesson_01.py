@@ -260,7 +260,7 @@ else:
 def test_variable_set_before_the_first_cuda_call_hides_the_gpus(before):
     """A model that was built on the CPU is not a CUDA call: it is not too late then."""
     command = [sys.executable, "-c", VISIBLE.format(before=before)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, "hidden 0\n"), run.stderr
 
 
@@ -268,7 +268,7 @@ def test_variable_set_before_the_first_cuda_call_hides_the_gpus(before):
 @pytest.mark.claim("A4")
 def test_variable_set_after_the_first_cuda_call_is_too_late():
     command = [sys.executable, "-c", VISIBLE.format(before='torch.ones(1, device="cuda")')]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"visible {torch.cuda.device_count()}\n"
 
@@ -283,7 +283,7 @@ gpus = list(range(torch.cuda.device_count()))
 assert gpus and torch.nn.DataParallel(torch.nn.Linear(5, 2).cuda()).device_ids == gpus
 """
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
 
 

@@ -75,7 +75,7 @@ def execute(*command, cwd=ROOT, **variables):
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=110)
+        stdout, stderr = process.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-DEADLINE = 15  # seconds within which no process of a failed job may be left
+DEADLINE = 60  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
 
 
@@ -227,7 +227,7 @@ def scripts(tmp_path_factory):
         for nproc in (2, 3):
             started[nproc] = start_lesson(3, "--nproc", nproc, "--json", cwd=folder)
         for nproc, process in started.items():
-            stdout, stderr = process.communicate(timeout=110)
+            stdout, stderr = process.communicate(timeout=300)
             finished[nproc] = Finished(process.args, process.returncode, stdout, stderr)
     finally:
         for process in started.values():
@@ -245,7 +245,7 @@ def trainings(scripts):
     result of ranks that `run` has started: the same training, without five imports of torch.
     """
     trained = {nproc: (run.returncode, run.stdout) for nproc, run in scripts.items()}
-    four = nbtools.run(train_quietly, 4, config(nproc=4, steps=300))[0]
+    four = nbtools.run(train_quietly, 4, config(nproc=4, steps=300), deadline=300)[0]
     with pytest.MonkeyPatch.context() as patch:
         for nproc in (1, 4):
             stdout = io.StringIO()
@@ -544,6 +544,7 @@ def test_a_rank_that_fails_stays_a_moment_and_keeps_its_group(monkeypatch, tmp_p
         monkeypatch.setenv(name, "")  # run changes them; this puts them back afterwards
     pauses = []
     monkeypatch.setattr(lesson.time, "sleep", pauses.append)
+    monkeypatch.setattr(lesson.mp, "_prctl_pr_set_pdeathsig", lambda sign: None)  # not for pytest
     cfg = config(nproc=1, seed=1, folder=str(tmp_path))
     try:
         with pytest.raises(ZeroDivisionError):

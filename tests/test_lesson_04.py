@@ -193,7 +193,7 @@ def test_printed_lines_can_be_typed_into_terminals(scripts, tmp_path):
         for line in lines
     ]
     try:
-        said = [terminal.communicate(timeout=100)[0] for terminal in terminals]
+        said = [terminal.communicate(timeout=300)[0] for terminal in terminals]
     finally:
         for terminal in terminals:
             terminal.kill()
@@ -389,8 +389,8 @@ def test_a_script_that_is_ended_leaves_no_rank(monkeypatch, tmp_path, number):
                 family = [child for child in family if "--rank=" in " ".join(child.cmdline())]
         assert len(family) == 2
         process.send_signal(number)
-        process.communicate(timeout=30)
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        process.communicate(timeout=60)
+        assert psutil.wait_procs(family, timeout=60)[1] == []
         assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
     finally:
         for one in [process, *family]:

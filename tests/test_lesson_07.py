@@ -352,7 +352,7 @@ def everything(tmp_path_factory):
     runs = {}
     try:
         for name, process in started.items():
-            stdout, stderr = process.communicate(timeout=180)
+            stdout, stderr = process.communicate(timeout=300)
             runs[name] = Finished(process.args, process.returncode, stdout, stderr)
     finally:
         for process in started.values():

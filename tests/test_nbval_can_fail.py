@@ -58,7 +58,7 @@ def outcomes(tmp_path_factory):
             text=True,
         )
     return {
-        case: (process.communicate(timeout=110)[0], process.returncode)
+        case: (process.communicate(timeout=300)[0], process.returncode)
         for case, process in running.items()
     }
 

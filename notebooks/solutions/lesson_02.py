@@ -65,11 +65,11 @@ def check(attempt, nproc=2):
 
     The attempt wraps the toy in real processes, which start from different weights.
     """
-    measured = run(_measure, nproc, attempt, deadline=30)
+    measured = run(_measure, nproc, attempt, deadline=60)
     for rank, seen in enumerate(measured):
         if seen["start"] != 0.0:
             return f"after the wrapping, rank {rank} does not hold the parameters that rank 0 had"
-    for rank, off in enumerate(run(_first_gradient, nproc, attempt, deadline=30)):
+    for rank, off in enumerate(run(_first_gradient, nproc, attempt, deadline=60)):
         if not off < 1e-12:
             return f"after backward(), rank {rank}'s gradient is {off:.3g} away from the mean"
     seen = measured[0]

@@ -41,7 +41,7 @@ def check(attempt, nproc=2):
     # Sizes that `nproc` does not divide, and one with fewer images than ranks.
     for images, wrong in ((12 * nproc + 1, 5), (10 * nproc - 1, 3), (1, 0)):
         test_set = make_test_set(images, wrong)
-        answers = run(examine, nproc, attempt, test_set, deadline=20)
+        answers = run(examine, nproc, attempt, test_set, deadline=60)
         place = f"with {images} images and {nproc} ranks"
         asked = sorted(image for _, used in answers for image in used)
         if asked != list(range(images)):

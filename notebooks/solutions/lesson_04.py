@@ -52,7 +52,7 @@ def check(attempt, nproc=2):
     with tempfile.TemporaryDirectory() as folder:
         for processes in (nproc, nproc + 1):
             path = str(Path(folder, f"{processes} processes"))
-            answers = run(_examine, processes, attempt, path, nproc, deadline=30)
+            answers = run(_examine, processes, attempt, path, nproc, deadline=60)
             ranks = [answer for answer, _ in answers]
             place = f"when {processes} processes come for a world of {nproc},"
             refused = [rank for rank in ranks if str(rank).startswith("RuntimeError")]

@@ -40,7 +40,7 @@ def check(attempt, nproc=2):
         rows = [loss for part in losses for loss in part]
         right = sum(rows) / len(rows)
         means = [sum(part) / len(part) for part in losses if part]
-        answers = run(examine, nproc, attempt, losses, deadline=20)
+        answers = run(examine, nproc, attempt, losses, deadline=60)
         for rank, answer in enumerate(answers):
             place = f"with {words}, rank {rank}"
             if not isinstance(answer, (int, float)):

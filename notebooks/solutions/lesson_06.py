@@ -112,5 +112,5 @@ def check(attempt, nproc=2):
 
     Each rank writes into a folder of its own, is killed at every line and in the middle of a write.
     """
-    problems = run(_examine, nproc, attempt, deadline=40)
+    problems = run(_examine, nproc, attempt, deadline=60)
     return next((problem for problem in problems if problem), None)

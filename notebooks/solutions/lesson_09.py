@@ -45,7 +45,7 @@ def check(attempt, nproc=2):
         wanted = whole.mean(1), whole.var(1, correction=0)
         tolerance = 1e-10 if dtype == torch.float64 else 1e-3
         place = f"with {words}, on {nproc} rank{'s' * (nproc > 1)},"
-        for rank, answer in enumerate(run(examine, nproc, attempt, parts, deadline=20)):
+        for rank, answer in enumerate(run(examine, nproc, attempt, parts, deadline=60)):
             if not isinstance(answer, tuple) or len(answer) != 2:
                 return f"{place} rank {rank} returned {type(answer).__name__}, not two tensors"
             for name, ours, right in zip(("mean", "variance"), answer, wanted, strict=True):

@@ -36,7 +36,7 @@ def check(attempt, nproc=2):
     equal, uneven = [6] * nproc, [1 + 3 * rank for rank in range(nproc)]
     nobody = [4 * rank for rank in range(nproc - 1)] + [5]  # with several ranks, rank 0 has none
     for sizes in (equal, uneven, nobody):
-        for off in run(examine, nproc, attempt, sizes, deadline=20):
+        for off in run(examine, nproc, attempt, sizes, deadline=60):
             if isinstance(off, str):
                 return off
             if not off < 1e-12:
