@@ -4,8 +4,7 @@ In lesson 02 a launcher started the ranks. Now the script does: launch_job -> mp
 -> run -> train. The ranks meet in a file of their own, so no job takes another's port.
 The data are handwritten digits; every test image is counted exactly once.
 
-Run it:     bash scripts/lesson_03.sh --nproc 2
-Or alone:   python lessons/lesson_03_spawn_ddp.py --nproc 2
+Run it: bash scripts/lesson_03.sh --nproc 2    (or: python lesson_03_spawn_ddp.py --nproc 2)
 
 Output to expect on a CPU:
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -22,7 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, Finished, run_lesson, start_lesson
+from conftest import ENVIRONMENT, ROOT, Finished, run_lesson, start_lesson
 from solutions.lesson_03 import check, solution
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-DEADLINE = 60  # seconds within which no process of a failed job may be left
+DEADLINE = 15  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
 
 
@@ -571,6 +572,44 @@ def test_killed_launcher_leaves_no_rank_and_the_next_run_passes(long_run):
     assert still_alive(family) == []
     with contextlib.redirect_stdout(io.StringIO()):
         assert lesson.main(["--nproc", "2", "--steps", "2"]) == 0
+
+
+DEAF = """
+import argparse, os, signal, sys, time
+from pathlib import Path
+import lesson_03_spawn_ddp as lesson
+
+def wait(cfg):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path(cfg.out, str(os.getpid())).touch()
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    lesson.launch_job(argparse.Namespace(nproc=2, out=sys.argv[1]), wait)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
+def test_killed_launcher_ends_ranks_that_do_not_hear_an_interrupt(tmp_path):
+    """As deaf as a rank that waits for its neighbours inside C++ code."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    (tmp_path / "out").mkdir()
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "lessons"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, tmp_path / "deaf.py", tmp_path / "out"]
+    process = subprocess.Popen(command, env=environment)
+    ranks, end = [], time.monotonic() + 90
+    try:
+        while len(ranks) < 2 and time.monotonic() < end:
+            ranks = [psutil.Process(int(path.name)) for path in (tmp_path / "out").iterdir()]
+            time.sleep(0.1)
+        assert len(ranks) == 2
+        process.kill()
+        assert still_alive(ranks) == []
+    finally:
+        for child in [process, *ranks]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait()
 
 
 # --- The article's random images ---

@@ -257,7 +257,7 @@ def test_a_rank_that_is_told_to_end_removes_its_folder(endless):
     process, _, folder = endless
     assert list(folder.glob("tmp*/all"))
     process.terminate()
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=30) == 143
     assert not [path for path in folder.iterdir() if not path.name.startswith("torch")]
 
 
@@ -267,7 +267,7 @@ def test_no_rank_outlives_a_killed_launcher(endless):
     process, family, _ = endless
     assert len(family) == 2
     process.kill()
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert psutil.wait_procs(family, timeout=15)[1] == []
 
 
 def test_help_starts_nothing(started):

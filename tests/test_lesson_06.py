@@ -35,7 +35,7 @@ from torch import nn
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 60  # seconds within which no process of a job that lost a rank may be left
+DEADLINE = 30  # seconds within which no process of a job that lost a rank may be left
 RANDOM_BYTES = 5056  # the state of torch's CPU generator
 
 
@@ -801,7 +801,7 @@ def test_killed_rank_ends_the_job_is_named_and_nothing_is_lost(long_run):
     _, stderr = process.communicate(timeout=DEADLINE)
     assert process.returncode != 0
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9 ", stderr)
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     state = lesson.load_latest(folder)
     assert state["step"] >= 2 and state["complaints"] == []

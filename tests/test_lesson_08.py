@@ -267,7 +267,7 @@ def test_killed_script_leaves_no_worker(started):
         assert time.monotonic() < end and started["wait"].poll() is None
         time.sleep(0.1)
     started["wait"].kill()
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     for worker in alive:
         worker.kill()
     assert alive == []

@@ -112,7 +112,7 @@ def test_running_statistics_kept_are_the_masters(measured, nproc, statistic):
         assert kept[way][0] == pytest.approx(master, abs=1e-10)  # rank 0 has the master's
         assert len(set(kept[way])) == nproc  # every rank has others after the last forward
     spread = {way: max(means) - min(means) for way, means in kept.items()}
-    assert spread["DDP, buffers not sent"] > spread["DDP"] > 0
+    assert spread["DDP, buffers not sent"] > 3 * spread["DDP"] > 0
     assert kept["synchronised"] == pytest.approx(kept["one process"] * nproc, abs=1e-10)
 
 

@@ -32,7 +32,7 @@ from wire import Wire
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 60  # seconds within which no process of a failed job may be left
+DEADLINE = 15  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
 NAMES = [
     "a part of its own for each rank",
