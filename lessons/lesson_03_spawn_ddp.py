@@ -4,7 +4,8 @@ In lesson 02 a launcher started the ranks. Now the script does: launch_job -> mp
 -> run -> train. The ranks meet in a file of their own, so no job takes another's port.
 The data are handwritten digits; every test image is counted exactly once.
 
-Run it: bash scripts/lesson_03.sh --nproc 2    (or: python lesson_03_spawn_ddp.py --nproc 2)
+Run it:     bash scripts/lesson_03.sh --nproc 2
+Or alone:   python lessons/lesson_03_spawn_ddp.py --nproc 2
 
 Output to expect on a CPU:
 
@@ -234,9 +235,8 @@ def main(argv=None):
     trained = result["param_spread"] == 0.0 < result["param_change"] < float("inf")
     passed = trained and result["images_evaluated"] == expected and result["accuracy"] >= wanted
     print(f"{args.data}, {args.nproc} ranks over {result['backend']} on {result['device']}")
-    last = ", ".join(f"{losses[-1]:.3f}" for losses in result["loss_per_rank"])
-    print(f"mean loss {means[0]:.3f} at first, {means[-1]:.3f} in step {args.steps}", end="; ")
-    print(f"by rank {last}")
+    last = "by rank " + ", ".join(f"{losses[-1]:.3f}" for losses in result["loss_per_rank"])
+    print(f"mean loss {means[0]:.3f} at first, {means[-1]:.3f} in step {args.steps}; {last}")
     print(f"a parameter differs between ranks by {result['param_spread']} at most")
     verdict = f"{'PASS' if passed else 'FAIL'} accuracy {result['accuracy']:.3f}"
     print(f"{verdict} on {result['images_evaluated']} images, asked for: {wanted}")
