@@ -9,7 +9,7 @@ A link: --link LATENCY_US GB_PER_S DEVICES (microseconds per message, 10^9 bytes
 
 Output to expect on a CPU:
 
-    4 workers over gloo on cpu, threads each: ...
+    4 workers over gloo on cpu, threads each: ..., CPU cores: ...
     many small layers, 1 x one process: ... ms (... to ...), speed-up 1
     ...
     PASS each gradient is that of one process (difference ...); ...bytes...
@@ -231,14 +231,15 @@ def is_right(turn, size, on_cpu):
 def analyse(result, cfg):
     """Add what follows from the measurements to `result`; return the lines that report it."""
     kind, times, rows, alone, errors = result["device"], result["all_reduce"], [], {}, []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     lines = [f"{cfg.nproc} workers over {result['backend']} on {kind}, threads each: {cfg.threads}"]
+    lines[0] += f", CPU cores: {cores}"
     fitted = [t for t in times if t[1] in SIZES[::2] and t[0] < max(times[-1][0], 3)]
     link = fit_link(fitted) if fitted else [0, 0]
     for part in (fitted, [t for t in times if t not in fitted]) if fitted else ():
         ratios = [predict_all_reduce(link, n, size) / seconds for n, size, seconds in part]
         factors = [max(ratio, 1 / ratio) for ratio in ratios]  # too low is as bad as too high
         errors.append([statistics.median(factors), max(factors)])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for shape, n in dict.fromkeys((turn["shape"], turn["workers"]) for turn in result["turns"]):
         ours = [t for t in result["turns"] if (t["shape"], t["workers"]) == (shape, n)]
         size = 8 * SHAPES[shape][0] * SHAPES[shape][1] * (SHAPES[shape][1] + 1)

@@ -33,6 +33,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 DEADLINE = 15  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
+SCRIPT_STEPS = {2: 300, 3: 20}  # of the launcher's runs, by number of ranks; 300 is the default
 
 
 # --- What ranks do here. Ranks of mp.spawn import this file: nothing runs at its top level. ---
@@ -221,12 +222,13 @@ def long_run():
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """Make the default training with 2 and with 3 ranks, at the same time: {nproc: Finished}."""
+    """Run the default with 2 ranks, and a short one with 3, at the same time: {nproc: Finished}."""
     folder = tmp_path_factory.mktemp("a folder with spaces")
     started, finished = {}, {}
     try:
-        for nproc in (2, 3):
-            started[nproc] = start_lesson(3, "--nproc", nproc, "--json", cwd=folder)
+        for nproc, steps in SCRIPT_STEPS.items():
+            flags = [] if nproc == 2 else ["--nproc", nproc, "--steps", steps]
+            started[nproc] = start_lesson(3, "--json", *flags, cwd=folder)
         for nproc, process in started.items():
             stdout, stderr = process.communicate(timeout=300)
             finished[nproc] = Finished(process.args, process.returncode, stdout, stderr)
@@ -242,18 +244,20 @@ def scripts(tmp_path_factory):
 def trainings(scripts):
     """Return the facts of the default training with 1 to 4 ranks: {nproc: (code, output)}.
 
-    2 and 3 are the script's own. 1 runs main() here, as the script does. 4 runs main() with the
-    result of ranks that `run` has started: the same training, without five imports of torch.
+    2 is the script's own. 1 runs main() here, as the script does. 3 and 4 run main() with the
+    result of ranks that `run` has started: the same training, without an import of torch per rank.
     """
-    trained = {nproc: (run.returncode, run.stdout) for nproc, run in scripts.items()}
-    four = nbtools.run(train_quietly, 4, config(nproc=4, steps=300), deadline=300)[0]
+    trained = {2: (scripts[2].returncode, scripts[2].stdout)}
     with pytest.MonkeyPatch.context() as patch:
-        for nproc in (1, 4):
+        for nproc in (1, 3, 4):
+            if nproc > 1:
+                job = config(nproc=nproc, steps=300)
+                facts = nbtools.run(train_quietly, nproc, job, deadline=300)[0]
+                patch.setattr(lesson, "launch_job", lambda *_, facts=facts: facts)
             stdout = io.StringIO()
             with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(io.StringIO()):
                 code = lesson.main(["--nproc", str(nproc), "--json"])
             trained[nproc] = code, stdout.getvalue()
-            patch.setattr(lesson, "launch_job", lambda *_: four)
     return trained
 
 
@@ -300,10 +304,11 @@ def test_one_progress_bar_with_a_total(scripts):
     for nproc, run in scripts.items():
         bars = [line for line in re.split(r"[\r\n]", run.stderr) if "it/s]" in line]
         assert bars and all(bar.startswith("rank 0: ") for bar in bars)
-        counts = [int(re.search(r"(\d+)/300 \[", bar).group(1)) for bar in bars]
-        assert counts[0] == 0 and counts[-1] == 300, nproc
+        steps = SCRIPT_STEPS[nproc]
+        counts = [int(re.search(rf"(\d+)/{steps} \[", bar).group(1)) for bar in bars]
+        assert counts[0] == 0 and counts[-1] == steps, nproc
         assert counts == sorted(counts), "a second bar writes in between"
-        assert run.stderr.count("| 0/300 [") == 1, "one bar, from one rank"
+        assert run.stderr.count(f"| 0/{steps} [") == 1, "one bar, from one rank"
 
 
 BAD = [
