@@ -232,8 +232,8 @@ def analyse(result, cfg):
     """Add what follows from the measurements to `result`; return the lines that report it."""
     kind, times, rows, alone, errors = result["device"], result["all_reduce"], [], {}, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    lines = [f"{cfg.nproc} workers over {result['backend']} on {kind}, threads each: {cfg.threads}"]
-    lines[0] += f", CPU cores: {cores}"
+    start = f"{cfg.nproc} workers over {result['backend']} on {kind}, threads each: {cfg.threads}"
+    lines = [f"{start}, CPU cores: {cores}"]
     fitted = [t for t in times if t[1] in SIZES[::2] and t[0] < max(times[-1][0], 3)]
     link = fit_link(fitted) if fitted else [0, 0]
     for part in (fitted, [t for t in times if t not in fitted]) if fitted else ():
@@ -309,8 +309,7 @@ def main(argv=None):
     try:
         result = launch_job(args, measure)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        reason = str(error).strip()
-        sys.exit(f"{reason}\nrank {error.error_index} failed: {reason.splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
     print("\n".join(analyse(result, args)))
     print("PASS" if result["passed"] else "FAIL", "each gradient is that of one process", end=" ")
     worst = max(turn["difference"] for turn in result["turns"])

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+
+# A shell starts a background job with SIGINT ignored. What the tests start would inherit that, and
+# would never hear the interrupt that they send.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A framework's name for `import`, and for pip. Without it, what needs it is skipped.
 FRAMEWORKS = {"tensorflow": "tensorflow", "paddle": "paddlepaddle"}
