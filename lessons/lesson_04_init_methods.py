@@ -73,7 +73,8 @@ def join(method, place, rank, world_size, timeout, backend="gloo"):
         store = dist.FileStore(place, world_size)
     else:  # rank 0 listens. multi_tenant: in that process, init_process_group uses the port as well
         options = {"wait_for_workers": False, "multi_tenant": True}
-        store = dist.TCPStore(host, int(port), world_size, rank == 0, limit, **options)
+        listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun
+        store = dist.TCPStore(host, int(port), world_size, listens, limit, **options)
     check_in(dist.PrefixStore("check-in", store), rank, world_size, timeout)
     here = time.perf_counter()
     if method == "env":  # rank, world size and address come from the environment
@@ -145,7 +146,7 @@ def be_one_rank(args, method, place, rank, world_size):
         for _ in range(args.steps):
             numbers = torch.full((args.batch_size,), rank + 1 + args.seed, device=device)
             dist.all_reduce(numbers)  # 8 bytes for each number; every rank receives the sums
-            report["sums"] += numbers.unique().tolist()
+            report["sums"] = sorted({*report["sums"], *numbers.unique().tolist()})
         dist.destroy_process_group()
         text = f"PASS rank {rank} met all {world_size} by {method}: the sum is {report['sums'][0]}"
     except Exception as error:
@@ -199,7 +200,11 @@ def main(argv=None):
     parser = Arguments(__doc__, nproc=2, steps=1, batch_size=1)
     parser.add_argument("--init", default="env", help=f"{', '.join(METHODS)}, or METHOD://PLACE")
     parser.add_argument("--rank", type=int, help="be this rank only, and meet the others at PLACE")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # started by hand: each rank has its own terminal
+        parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     args = parser.parse_args(argv)
+    if max(args.steps, args.batch_size) > 10_000:
+        parser.error("arguments --steps and --batch-size: must be at most 10000")
     (method, _, place), rank, size = args.init.partition("://"), args.rank, args.nproc
     if rank is None and args.init == "env" and "RANK" in os.environ:  # a scheduler, or your hand
         rank, size, *address = (os.environ.get(name, "") for name in VARIABLES)
@@ -207,9 +212,14 @@ def main(argv=None):
             parser.error("--init env needs RANK and WORLD_SIZE as numbers, or neither of them")
         rank, size, place = int(rank), int(size), ":".join(address)
     found = re.fullmatch(r"(/([^?#]*/)?)[^/?#]+" if method == "file" else r"[^/]+:(\d+)", place)
-    usable = found and (os.path.isdir(found[1]) if method == "file" else 0 < int(found[1]) < 65536)
+    if method == "file":
+        usable = found and os.path.isdir(found[1]) and os.access(found[1], os.W_OK | os.X_OK)
+    else:
+        usable = found and 0 < int(found[1]) < 65536
     if method not in METHODS:
         parser.error(f"argument --init: must be {', '.join(METHODS)} or METHOD://PLACE")
+    if args.rank is not None and method == "env":
+        parser.error("argument --rank: --init env takes it from RANK")
     if rank is not None and not 0 <= rank < size:
         parser.error(f"argument --rank: must be from 0 to {size - 1}")
     if (rank is not None or place) and not usable:

@@ -16,6 +16,7 @@ Output to expect on a CPU:
 """
 
 import argparse
+import fcntl
 import io
 import json
 import os
@@ -59,7 +60,7 @@ class Arguments(argparse.ArgumentParser):
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
 
-    The launcher's variables say who we are; without them we are a world of one, without any port.
+    The launcher's variables say who we are; without them we are a world of one, no address needed.
     nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
     """
     import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
@@ -102,19 +103,20 @@ def save_atomically(state, folder, step, keep=2):
     buffer = io.BytesIO()  # torch.save on a full disk raises "unexpected pos"; a write says why
     torch.save(state, buffer)
     target, unfinished = Path(folder, f"step_{step:08}.pt"), Path(folder, "unfinished.tmp")
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)  # two jobs in one folder take turns; freed when we end
     try:
         with open(unfinished, "wb") as file:  # not the name of a checkpoint: nobody will load it
             file.write(buffer.getbuffer())
             file.flush()  # from Python to the operating system
             os.fsync(file.fileno())  # and to the disk: else the name could be there before the data
         os.replace(unfinished, target)  # in one step: the name has its data, or is not there
+        os.fsync(handle)  # the name is an entry of the folder: to the disk with it
     finally:
         unfinished.unlink(missing_ok=True)  # after an error: give the space back
-    handle = os.open(folder, os.O_RDONLY)  # the name is an entry of the folder: to the disk with it
-    os.fsync(handle)
-    os.close(handle)
+        os.close(handle)
     for old in [path for path in checkpoints(folder) if path <= target][:-keep]:
-        old.unlink()  # last of all: only now is there something newer
+        old.unlink(missing_ok=True)  # last of all: only now is there something newer
     return buffer.tell()
 
 
@@ -169,6 +171,7 @@ def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, d
             part.load_state_dict(saved[name])  # copies from the CPU to the device of the part
     torch.manual_seed(seed + rank + 1000 * now["step"])  # each rank draws its own dropout
     by = f"{world_size} ranks on {device.type}"
+    makers = sorted({*(saved["makers"] if saved else ()), by})  # all that have trained this model
     if saved and saved["by"] == by:  # else the file has no random state for each of us
         generator.set_state(saved["random"][rank])
     while now["step"] < steps:
@@ -185,7 +188,8 @@ def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, d
             now |= {"epoch": now["epoch"] + 1, "rows": 0}
         if folder:
             state = now | {name: part.state_dict() for name, part in parts.items()}
-            written += save_together(state | {"by": by}, folder, generator, device)
+            state |= {"by": by, "makers": makers}
+            written += save_together(state, folder, generator, device)
     parameters = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     return now | {"saved": saved, "bytes_written": written, "parameters": parameters}
 
@@ -202,6 +206,10 @@ def main(argv=None):
         saved = None if args.checkpoints is None else load_latest(args.checkpoints)
     except OSError as error:
         parser.error(f"argument --checkpoints: {error}")
+    if saved and "makers" not in saved:
+        parser.error(f"argument --checkpoints: no checkpoint of this lesson in {args.checkpoints}")
+    if args.checkpoints and not os.access(args.checkpoints, os.W_OK | os.X_OK):
+        parser.error(f"argument --checkpoints: can't write in {args.checkpoints}")
     made = saved and [saved[name] for name in ("seed", "batch_size", "step")]
     if saved and (made[:2] != [args.seed, args.batch_size] or made[2] >= args.steps):
         parser.error("argument --checkpoints: seed {}, batch size {}, at step {}".format(*made))
@@ -214,9 +222,11 @@ def main(argv=None):
     temporary = None if rank or args.checkpoints else tempfile.TemporaryDirectory()
     job = [args.batch_size, args.seed, temporary.name if temporary else args.checkpoints]
     dist.broadcast_object_list(job)  # rank 0's folder is that of all ranks
+    written = 0
     try:
         if not checkpoints(job[2]):  # a first job, which stops early
-            train(rank, world_size, device, min(5, args.steps - 1), *job)
+            first = train(rank, world_size, device, min(5, args.steps - 1), *job)
+            written = first["bytes_written"]
         resumed = train(rank, world_size, device, args.steps, *job)
     except OSError as error:
         sys.exit(f"rank {rank}: checkpoints in {job[2]}: {error}")
@@ -227,7 +237,7 @@ def main(argv=None):
     dist.all_gather_object(diffs, (resumed["parameters"] - whole["parameters"]).abs().max().item())
     backend = dist.get_backend()
     dist.destroy_process_group()
-    exact = saved["by"] == f"{world_size} ranks on {device.type}"
+    exact = saved["makers"] == [f"{world_size} ranks on {device.type}"]
     moved = not torch.equal(resumed["parameters"][:10], saved["model"]["1.weight"].flatten())
     passed = moved and all(diff == 0.0 if exact else diff < float("inf") for diff in diffs)
     if rank == 0:
@@ -235,14 +245,15 @@ def main(argv=None):
         print(f"ranks: {world_size}, over {backend} on {device.type}; checkpoints kept: {kept}")
         print("resumed from step {step}, {rows} rows into epoch {epoch}".format_map(saved))
         if not exact:
-            print(f"saved by {saved['by']}: dropout and rounding are now different")
+            makers = " and ".join(saved["makers"])
+            print(f"saved by {makers}: dropout and rounding are now different")
         found = f"the parameters of {world_size} ranks differ by {max(diffs)} from those of"
         print(f"{'PASS' if passed else 'FAIL'} {found} {args.steps} steps without a stop")
         if args.json:
             result = {"lesson": 6, "world_size": world_size, "backend": backend}
             result |= {"device": device.type, "passed": passed, "max_param_diff": max(diffs)}
             result |= {"resumed_from_step": saved["step"], "checkpoints_kept": kept}
-            print(json.dumps(result | {"bytes_written": resumed["bytes_written"]}))
+            print(json.dumps(result | {"bytes_written": written + resumed["bytes_written"]}))
     return 0 if passed else 1
 
 

@@ -18,7 +18,7 @@ Output to expect on a CPU:
     DDP                     0.118  0.046      0.134  0.135
     DDP, buffers not sent   0.118  0.046      0.134  0.049
     synchronised            0.082  0.082      0.085  0.085
-    plain BatchNorm: DDP is DataParallel to ..., and differs from one process by 0.278
+    plain BatchNorm: DDP is DataParallel to ... (in step 1), and off one process by 0.278
     PASS synchronised BatchNorm on 10 + 20 rows is one process's (largest difference ...)
 """
 
@@ -66,7 +66,7 @@ class Arguments(argparse.ArgumentParser):
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
 
-    The launcher's variables say who we are; without them we are a world of one, without any port.
+    The launcher's variables say who we are; without them we are a world of one, no address needed.
     nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
     """
     import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
@@ -208,21 +208,18 @@ def train(model, forward, batches, part=slice(None), ranks=1):
         loss.backward()
         if not record:
             hook.remove()
-            record = {"used": [flat([mean_used(*pair)]) for pair in seen if len(pair[0]) > 1]}
-            record |= {"rows": len(outputs), "outputs": outputs.detach().cpu()}
+            means = [mean_used(*pair)[0].item() if len(pair[0]) > 1 else None for pair in seen]
+            record = {"used": means, "rows": len(outputs), "outputs": outputs.detach().cpu()}
             record |= {"gradient": flat(parameter.grad for parameter in model.parameters())}
+            record |= {"kept in step 1": flat(model.buffers())}
         optimizer.step()
     return record | {"kept": flat(model.buffers()), "parameters": flat(model.parameters())}
 
 
-def difference(records, one, kept=None):
-    """Return the largest difference between the ranks' records and that of one process.
-
-    `kept`: compare the running statistics of so many ranks, the first ones (None: of all).
-    """
+def difference(records, one, names=("gradient", "parameters", "kept")):
+    """Return the largest difference between the ranks' records and that of one process."""
     pairs = [(torch.cat([record["outputs"] for record in records]), one["outputs"])]
-    pairs += [(r[name], one[name]) for r in records for name in ("gradient", "parameters")]
-    pairs += [(record["kept"], one["kept"]) for record in records[:kept]]
+    pairs += [(record[name], one[name]) for record in records for name in names]
     return torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()  # nan stays nan
 
 
@@ -263,17 +260,21 @@ def compare(cfg):
         dist.all_gather_object(records[way], ours)
     one = records["one process"][0]
     exact = [difference(records[way], one) for way in list(ways)[4:]]
+    # In step 1 only: with few rows plain BatchNorm magnifies rounding, from step to step.
+    master, ddp = records["DataParallel"][0], records["DDP"]
+    start = [difference(ddp, master, ["gradient"])]
+    start += [(ddp[0]["kept in step 1"] - master["kept in step 1"]).abs().max().item()]
     initial = flat(make_model(nn.BatchNorm1d, cfg.seed).parameters())
     return {
         "backend": dist.get_backend(),
         "device": device.type,
         "parts": [record["rows"] for record in records["synchronised"]],
         # Of the first channel: means used in step 1; running means and variances at the end.
-        "used": {way: [used[0].item() for r in records[way] for used in r["used"]] for way in ways},
+        "used": {way: [mean for r in records[way] for mean in r["used"]] for way in ways},
         "kept": {way: [record["kept"][0].item() for record in records[way]] for way in ways},
         "kept_variance": {way: [r["kept"][8].item() for r in records[way]] for way in ways},
         "plain_diff": difference(records["DDP"], one),
-        "ddp_diff": difference(records["DDP"], records["DataParallel"][0], kept=1),
+        "ddp_diff": torch.tensor(start).max().item(),
         "sync_diff": torch.tensor(exact).max().item(),  # nan stays nan
         "param_change": (one["parameters"] - initial).abs().max().item(),
     }
@@ -316,8 +317,7 @@ def main(argv=None):
     try:
         result = launch_job(args, compare)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        reason = str(error).strip()
-        sys.exit(f"{reason}\nrank {error.error_index} failed: {reason.splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
     plain, sync = result["plain_diff"], result["sync_diff"]
     passed = sync < 1e-10 and result["ddp_diff"] < 1e-10 and (plain > 1e-3) == (args.nproc > 1)
     passed = passed and 0.0 < result["param_change"] < float("inf")
@@ -325,10 +325,11 @@ def main(argv=None):
     width = max(18, 7 * args.nproc + 4)
     print(f"{'':23}{'used in step 1':{width}}kept after the last step")
     for way, used in result["used"].items():
-        shown = [" ".join(f"{x:6.3f}" for x in means) for means in (used, result["kept"][way])]
-        print(f"{way:23}{shown[0]:{width}}{shown[1]}")
-    print(f"plain BatchNorm: DDP is DataParallel to {result['ddp_diff']:.2g},", end=" ")
-    print(f"and differs from one process by {plain:.3g}")
+        used = ["     -" if mean is None else f"{mean:6.3f}" for mean in used]  # too few rows
+        kept = " ".join(f"{mean:6.3f}" for mean in result["kept"][way])
+        print(f"{way:23}{' '.join(used):{width}}{kept}")
+    print(f"plain BatchNorm: DDP is DataParallel to {result['ddp_diff']:.2g} (in step 1),", end=" ")
+    print(f"and off one process by {plain:.3g}")
     parts = " + ".join(map(str, result["parts"]))
     verdict = f"{'PASS' if passed else 'FAIL'} synchronised BatchNorm on {parts} rows"
     print(f"{verdict} is one process's (largest difference {sync:.2g})")

@@ -63,7 +63,7 @@ class Arguments(argparse.ArgumentParser):
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
 
-    The launcher's variables say who we are; without them we are a world of one, without any port.
+    The launcher's variables say who we are; without them we are a world of one, no address needed.
     nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
     """
     import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
@@ -318,8 +318,7 @@ def main(argv=None):
     try:
         result = launch_job(args, measure)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        reason = str(error).strip()
-        sys.exit(f"{reason}\nrank {error.error_index} failed: {reason.splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
     print(f"{args.nproc} ranks over {result['backend']} on {result['device']}", end=", ")
     print(f"{result['rows_per_step']} rows in a step; off by, if kept, and if removed:")
     for name, (kept, removed) in result["off"].items():
@@ -332,7 +331,8 @@ def main(argv=None):
     passed = passed and 0 < result["param_change"] < float("inf") and 0 < once == always / epoch
     kept, removed = max(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
     print(f"{'PASS' if passed else 'FAIL'} {args.nproc} ranks equal one process", end=" ")
-    print(f"(off by {kept:.1e}); a removed condition is off by {removed:.1e} or more")
+    damage = f"is off by {removed:.1e} or more" if args.nproc > 1 else "can't be seen by one rank"
+    print(f"(off by {kept:.1e}); a removed condition {damage}")
     if args.json:
         print(json.dumps({"lesson": 10, "world_size": args.nproc, "passed": passed} | result))
     return 0 if passed else 1

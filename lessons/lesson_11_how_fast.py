@@ -66,7 +66,7 @@ class Arguments(argparse.ArgumentParser):
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
 
-    The launcher's variables say who we are; without them we are a world of one, without any port.
+    The launcher's variables say who we are; without them we are a world of one, no address needed.
     nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
     """
     import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end

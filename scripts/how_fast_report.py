@@ -107,7 +107,8 @@ def make_page(text, result):
         for tag, line in [("th", head), *(("td", line) for line in cells)]
     )
     machine = f"{platform.system()} {platform.machine()}, {name_processor()}, "
-    machine += f"{os.cpu_count()} cores, "
+    affinity = getattr(os, "sched_getaffinity", None)  # the cores that we may use, as in the lesson
+    machine += f"{len(affinity(0)) if affinity else os.cpu_count()} cores, "
     if torch.cuda.is_available():
         machine += f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
     machine += f"Python {platform.python_version()}, torch {torch.__version__}"
@@ -144,7 +145,7 @@ def main(argv):
     path = Path(args.report)
     try:
         with tempfile.TemporaryFile(dir=path.parent):  # the folder is there, and takes a file
-            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise PermissionError(0, "it is not a file that can be written")
     except OSError as error:
         parser.error(f"argument --report: {path}: {error.strerror}")

@@ -34,9 +34,10 @@ esac
 
 # A bad value must stop us before any process starts. (The odd form of the last argument is
 # for the bash of macOS, where an empty array is an error.)
-WORLD_SIZE=$nproc "$python" "$lesson" --check ${flags[@]+"${flags[@]}"}
+RANK=0 WORLD_SIZE=$nproc "$python" "$lesson" --check ${flags[@]+"${flags[@]}"}
 
 # --standalone: one machine, and a free port that the operating system chooses.
 # --local-addr: the ranks meet at this address; the host's name need not be known.
-exec "$python" -m "$module" --standalone --local-addr=127.0.0.1 --nproc-per-node="$nproc" \
-    "$lesson" ${flags[@]+"${flags[@]}"}
+# --log-dir: no folder for logs that nobody asked for.
+exec "$python" -m "$module" --standalone --local-addr=127.0.0.1 --log-dir=/dev/null \
+    --nproc-per-node="$nproc" "$lesson" ${flags[@]+"${flags[@]}"}

@@ -1,5 +1,6 @@
 """What several tests need: starting a lesson as a reader does, and the record of proven claims."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -58,7 +59,11 @@ def start_lesson(number, *flags, cwd=ROOT, **options):
 def run_lesson(number, *flags, **options):
     """Run scripts/lesson_NN.sh to its end; return its exit code, stdout and stderr."""
     process = start_lesson(number, *flags, **options)
-    stdout, stderr = process.communicate(timeout=300)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # after 300 s: also its ranks
     return Finished(process.args, process.returncode, stdout, stderr)
 
 

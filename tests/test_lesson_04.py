@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import fcntl
 import inspect
+import io
 import json
 import os
 import re
@@ -67,6 +68,11 @@ def join_raw(rank, world_size, arguments_of, hold=0):
     except Exception as error:
         time.sleep(hold if rank == 0 else 0)  # rank 0 has the store: the others need it
         return f"{type(error).__name__}: {error}"
+
+
+def patient(arguments_of):
+    """Return the same arguments with a long timeout: what has to succeed may be slow."""
+    return lambda rank: {"timeout": timedelta(seconds=60)} | arguments_of(rank)
 
 
 def join_by(rank, world_size, method, place, changes=None, timeout=20):
@@ -139,17 +145,15 @@ RUNS = {"env": 2, "tcp": 3, "file": 2, "store": 1}
 def scripts(tmp_path_factory):
     """Run the script with each method, two at a time: {method: Finished}."""
     folder = tmp_path_factory.mktemp("a folder with a space")
-    own = {**ENVIRONMENT, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
     def execute(method):
         flags = ["--init", method, "--nproc", RUNS[method], "--json"]
         flags += ["--steps", 2, "--batch-size", 3, "--seed", 5] if method == "tcp" else []
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("TMPDIR", "OMP_NUM_THREADS"):
-                patch.setitem(ENVIRONMENT, name, own[name])
-            return run_lesson(4, *flags, cwd=folder)
+        return run_lesson(4, *flags, cwd=folder)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "TMPDIR", str(folder))
+        patch.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")
         finished = dict(zip(RUNS, pool.map(execute, RUNS), strict=True))
     assert list(folder.iterdir()) == []  # nothing is left behind
     return finished
@@ -201,6 +205,37 @@ def test_printed_lines_can_be_typed_into_terminals(scripts, tmp_path):
     assert [terminal.returncode for terminal in terminals] == [0, 0]
 
 
+def test_torchrun_sets_the_variables_as_well():
+    """Its agent has the store, and listens at MASTER_PORT: rank 0 must not."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr=127.0.0.1", "--log-dir=/dev/null", "--nproc-per-node=2"]
+    finished = subprocess.run(
+        [*command, lesson.__file__],
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = [f"PASS rank {rank} met all 2 by env: the sum is 3" for rank in (0, 1)]
+    assert sorted(finished.stdout.splitlines()) == lines
+
+
+def report_of_many_steps(rank, world_size, path):
+    dist.destroy_process_group()
+    quiet()
+    flags = ["--init", f"file://{path}", "--rank", rank, "--nproc", world_size, "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        lesson.main([*map(str, flags), "--steps", "200"])
+    return output.getvalue()
+
+
+def test_a_report_does_not_grow_with_the_steps(tmp_path):
+    """The one who started the ranks reads when they have ended: a pipe holds 64 KiB."""
+    for report in run(report_of_many_steps, 2, tmp_path / "rendezvous"):
+        assert json.loads(report)["sums"] == [3]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -212,7 +247,10 @@ def test_printed_lines_can_be_typed_into_terminals(scripts, tmp_path):
         (["--no-such-flag"], "--no-such-flag"),
         (["--init", "carrier-pigeon"], "--init"),
         (["--init", "carrier-pigeon://roof"], "--init"),
+        (["--steps", "10001"], "--steps"),
+        (["--batch-size", "10001"], "--batch-size"),
         (["--init", "tcp", "--rank", "0"], "--init"),
+        (["--init", "env://127.0.0.1:29500", "--rank", "0", "--nproc", "1"], "--rank"),
         (["--init", "tcp://127.0.0.1", "--rank", "0"], "--init"),
         (["--init", "tcp://127.0.0.1:0"], "--init"),
         (["--init", "store://127.0.0.1:65536"], "--init"),
@@ -248,7 +286,11 @@ def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
             patch.setenv(name, bad)
             code, stdout, stderr = quick_main(monkeypatch, capsys)
         assert (code, stdout) == (2, ""), (name, bad)
-        assert len(stderr.splitlines()) == (name != "RANK"), stderr  # only rank 0 speaks
+        assert len(stderr.splitlines()) == 1, (name, stderr)
+    monkeypatch.setenv("RANK", "2")  # there are 2: a rank that was started by hand says so
+    assert quick_main(monkeypatch, capsys)[2].endswith("argument --rank: must be from 0 to 1\n")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # one terminal for all ranks: rank 0 speaks
+    assert quick_main(monkeypatch, capsys)[::2] == (2, "")
 
 
 @pytest.mark.claim("E11")
@@ -336,11 +378,9 @@ def test_main_passes_only_if_each_rank_was_seen_and_the_sum_is_right(
 )
 def test_first_failure_ends_all_and_is_named(fake_ranks, monkeypatch, capsys, mode, last_line):
     started = fake_ranks(mode)
-    monkeypatch.setattr(lesson, "TIMEOUT", 1)
-    start = time.monotonic()
+    monkeypatch.setattr(lesson, "TIMEOUT", 1 if mode == "hang" else 60)
     code, _, stderr = quick_main(monkeypatch, capsys)
     assert (code, stderr.splitlines()) == (1, [last_line])
-    assert time.monotonic() - start < 60
     assert len(started) == 2 and None not in [process.poll() for process in started]
 
 
@@ -379,8 +419,8 @@ def test_a_fixed_port_that_is_taken_fails_with_a_cure(capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_script_that_is_ended_leaves_no_rank(monkeypatch, tmp_path, number):
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
-    process = start_lesson(4, "--init", "file", "--steps", 10**6, "--batch-size", 10**6)
-    family, end = [], time.monotonic() + 60
+    process = start_lesson(4, "--init", "file", "--steps", 10**4, "--batch-size", 10**4)
+    family, end = [], time.monotonic() + 180
     try:
         while len(family) < 2 and time.monotonic() < end:
             time.sleep(0.05)
@@ -583,11 +623,11 @@ def failing(tmp_path_factory, no_slow_names):
         "nothing": (1, lambda r: {}, 0),
         "no interface": (1, interfaces("nosuch0", free[5]), 0),
         "one of two interfaces": (1, interfaces(f"{LOOPBACK},nosuch0", free[6]), 0),
-        "two interfaces": (2, interfaces(f"{LOOPBACK},{LOOPBACK}", free[7]), 0),
+        "two interfaces": (2, patient(interfaces(f"{LOOPBACK},{LOOPBACK}", free[7])), 0),
         "multicast": (1, lambda r: {"init_method": f"tcp://239.255.0.1:{free[8]}"}, 0),
-        "all is well": (2, tcp(free[9]), 0),
-        "group names differ": (2, lambda r: tcp(free[10], group_name=f"group {r}")(r), 0),
-        "IPv6 or name": (2, lambda r: {"init_method": f"tcp://localhost:{free[11]}"}, 0),
+        "all is well": (2, patient(tcp(free[9])), 0),
+        "group names differ": (2, patient(lambda r: tcp(free[10], group_name=f"group {r}")(r)), 0),
+        "IPv6 or name": (2, patient(lambda r: {"init_method": f"tcp://localhost:{free[11]}"}), 0),
     }
     hangs = {"no folder": (1, lambda r: {"init_method": no_folder}, 0)}
 
@@ -713,7 +753,7 @@ def test_check_in_names_what_is_wrong(tmp_path):
 )
 def test_join_names_a_wrong_rank_in_real_processes(tmp_path, method, changes, said):
     place = f"{tmp_path}/file" if method == "file" else f"127.0.0.1:{free_port()}"
-    answers = run(join_by, 3, method, place, changes, 2, deadline=40)
+    answers = run(join_by, 3, method, place, changes, 10, deadline=60)
     assert [str(answer) for answer in answers if said in str(answer)]
     assert 6 not in answers  # nobody goes on without the others
 
@@ -739,11 +779,9 @@ def test_a_clean_run_removes_its_file_and_a_killed_one_does_not(tmp_path):
     with pytest.raises(RankFailed, match="SIGKILL"):
         run(join_and_die, 2, str(path))
     assert path.exists()
-    start = time.monotonic()
     for rank, answer in enumerate(run(join_by, 2, "file", str(path), deadline=60)):
         assert f"rank {rank} has already checked in at this place" in answer
         assert "remove the file" in lesson.explain(answer)
-    assert time.monotonic() - start < 30
     path.unlink()
     assert run(join_by, 2, "file", str(path)) == [3, 3]
 

@@ -35,7 +35,7 @@ from torch import nn
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 30  # seconds within which no process of a job that lost a rank may be left
+DEADLINE = 90  # seconds within which no process of a job that lost a rank may be left
 RANDOM_BYTES = 5056  # the state of torch's CPU generator
 
 
@@ -542,10 +542,18 @@ def test_thirty_kills_in_constant_saving_lose_nothing(tmp_path):
 
 
 def killed_at_random(rank, world_size, folder, steps, delay):
-    """Train; this rank kills itself after `delay` seconds, wherever it is then."""
+    """Train; this rank kills itself `delay` seconds after the first save, wherever it is then."""
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
-    timer.start()
+    save = lesson.save_together
+
+    def save_and_start_the_timer(*args):
+        written = save(*args)
+        if timer.ident is None:
+            timer.start()
+        return written
+
+    lesson.save_together = save_and_start_the_timer
     facts = lesson.train(rank, world_size, CPU, steps, 30, 0, folder)
     timer.cancel()
     return facts
@@ -686,11 +694,11 @@ def full_disk_on_two(rank, world_size, folder):
 
 def test_full_disk_ends_the_other_ranks_as_well(folder):
     """Rank 0 leaves; the others lose it, and none waits for the timeout of the group."""
-    start = time.monotonic()
-    with contextlib.suppress(RankFailed):
+    try:
         answers = run(full_disk_on_two, 2, str(folder), deadline=100)
         assert "rank 0" in answers[0]
-    assert time.monotonic() - start < 90
+    except RankFailed as error:
+        assert "no answer" not in str(error)  # after 100 s; the group would wait for 120
     assert lesson.load_latest(folder)["step"] == 7
 
 
@@ -746,7 +754,7 @@ def test_script_passes(scripts):
     assert (result["lesson"], result["world_size"], result["passed"]) == (6, 2, True)
     assert (result["resumed_from_step"], result["max_param_diff"]) == (5, 0.0)
     assert result["checkpoints_kept"] == 2
-    assert result["bytes_written"] > 7 * 2 * RANDOM_BYTES  # 7 files, 2 states in each
+    assert result["bytes_written"] > 12 * 2 * RANDOM_BYTES  # 12 files, 2 states in each
     assert list(temporary.rglob("step_*")) == list(temporary.glob("tmp*")) == []
     assert "OMP_NUM_THREADS" not in finished.stderr
 
@@ -782,7 +790,7 @@ def long_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules["conftest"].ENVIRONMENT, "TMPDIR", str(temporary))
     process = start_lesson(6, "--steps", 100_000, "--checkpoints", folder)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while len(names(folder)) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         ranks, family = ranks_of(process)
@@ -822,7 +830,7 @@ def test_terminated_rank_leaves_no_folder(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while not list(tmp_path.glob("tmp*/step_*")) and time.monotonic() < end:
             time.sleep(0.05)
         assert list(tmp_path.glob("tmp*/step_*"))
@@ -891,6 +899,34 @@ def test_two_runs_in_one_folder_after_each_other_go_on(tmp_path):
     assert "resumed from step 5, " in first[1] and "resumed from step 12, " in second[1]
 
 
+def save_often(rank, world_size, folder):
+    """Save again and again, as if each rank were a job of its own."""
+    for step in range(60):
+        state = {"step": 2 * step + rank, "tensor": torch.full((100_000,), float(rank))}
+        lesson.save_atomically(state, folder, state["step"])
+    dist.barrier()
+    return True
+
+
+def test_two_jobs_in_one_folder_damage_nothing(tmp_path):
+    assert run(save_often, 2, str(tmp_path), deadline=120) == [True, True]
+    state = lesson.load_latest(tmp_path)
+    assert (state["step"], state["complaints"]) == (119, [])
+    assert names(tmp_path) == ["step_00000118.pt", "step_00000119.pt"]
+
+
+def test_no_bits_are_promised_once_the_number_of_ranks_has_changed(tmp_path):
+    """2, 3 and again 3 ranks: the last two are the same, but the model is not that of 3 ranks."""
+    outputs = []
+    for nproc, steps in ((2, 4), (3, 6), (3, 8)):
+        flags = ["--checkpoints", tmp_path, "--steps", steps]
+        code, output = run(main_with, nproc, flags)[0]
+        assert code == 0, output
+        outputs.append(output)
+    assert "saved by" not in outputs[0] and "saved by 2 ranks on " in outputs[1]
+    assert re.search("saved by 2 ranks on .* and 3 ranks on ", outputs[2])
+
+
 def bad_folder(tmp_path, kind):
     if kind == "file":
         (tmp_path / "file").write_text("")
@@ -898,18 +934,35 @@ def bad_folder(tmp_path, kind):
     if kind == "damaged":
         (tmp_path / "step_00000001.pt").write_text("damaged")
     if kind == "done":
-        state = {"seed": 0, "batch_size": 30, "step": 12}
+        state = {"seed": 0, "batch_size": 30, "step": 12, "makers": []}
         lesson.save_atomically(state, tmp_path, 12)
     if kind == "other seed":
-        lesson.save_atomically({"seed": 1, "batch_size": 30, "step": 2}, tmp_path, 2)
+        state = {"seed": 1, "batch_size": 30, "step": 2, "makers": []}
+        lesson.save_atomically(state, tmp_path, 2)
+    if kind == "other program":
+        lesson.save_atomically({"weights": torch.zeros(3)}, tmp_path, 2)
     return tmp_path / "missing" if kind == "missing" else tmp_path
 
 
-@pytest.mark.parametrize("kind", ["file", "missing", "damaged", "done", "other seed", "flags"])
+KINDS = [
+    "file",
+    "missing",
+    "damaged",
+    "done",
+    "other seed",
+    "other program",
+    "not writable",
+    "flags",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bad_values_cost_one_line_and_start_nothing(monkeypatch, capsys, tmp_path, kind):
     monkeypatch.setattr(lesson, "setup", None)  # calling it would be a TypeError
     folder = bad_folder(tmp_path, kind)
     before = sorted(os.listdir(tmp_path))
+    if kind == "not writable":
+        monkeypatch.setattr(lesson.os, "access", lambda *_: False)  # root can write
     cases = [["--checkpoints", str(folder)]]
     if kind == "flags":
         cases = [["--steps", "1"], ["--steps", "x"], ["--batch-size", "0"], ["--seed", "-1"]]

@@ -264,6 +264,7 @@ def measure_strategies(folder):
         "uneven": guarded(lambda v, n: cut(v, (tf.shape(v)[0] + n - 1) // n, n)),
         "order": guarded(lambda v, n: [v[k::n] for k in range(n)]),
         "padded": guarded(lambda v, n: tf.split(tf.pad(v, [[0, -tf.shape(v)[0] % n], [0, 0]]), n)),
+        "always 4": guarded(lambda v, n: solution(v, 4)),
         "no device": lambda v, n: solution(v, max(1, n)),
         "stub": from_stub,
     }
@@ -662,6 +663,7 @@ def test_solution_is_correct_for_1_to_4_towers(facts):
         ("uneven", "must differ by one"),
         ("order", "another order"),
         ("padded", "some were added"),
+        ("always 4", "towers: 5: a list of 5 tensors is needed"),
         ("no device", "ValueError"),
     ],
 )

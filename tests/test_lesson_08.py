@@ -62,6 +62,9 @@ def reduced_the_loss(loss_sum, words, world_size, all_reduce_sum):
 def multiplied_twice(loss_sum, words, world_size, all_reduce_sum):
     return loss_sum * world_size**2 / all_reduce_sum(words)
 
+def always_2_ranks(loss_sum, words, world_size, all_reduce_sum):
+    return loss_sum * 2 / all_reduce_sum(words)
+
 def only_long_parts_call(loss_sum, words, world_size, all_reduce_sum):
     total = all_reduce_sum(words) if words > 4 else 2 * words
     return loss_sum * world_size / total
@@ -140,7 +143,7 @@ def measure():
         for home in (paddle, paddle.static, paddle.static.nn, paddle.distributed)
         if hasattr(home, name)]
     attempts = (not_attempted, mean_over_own_words, forgot_the_average, reduced_the_loss,
-        multiplied_twice, only_long_parts_call)
+        multiplied_twice, always_2_ranks, only_long_parts_call)
     facts["judged"] = {a.__name__: nbtools.judge(check, a) for a in attempts}
     facts["solution"] = [check(solution, n) for n in (1, 2, 3, 4)]
     facts["solution"].append(nbtools.judge(check, solution))
@@ -625,11 +628,12 @@ def test_solution_is_correct(facts):
         ("forgot_the_average", "it is 0.5 times the right one"),
         ("reduced_the_loss", "returned no tensor"),
         ("multiplied_twice", "it is 2 times the right one"),
+        ("always_2_ranks", "with 3 ranks that have 4 + 5 + 6 words"),
         ("only_long_parts_call", "all_reduce_sum was not called by every rank"),
     ],
 )
 def test_wrong_attempt_is_refused(facts, attempt, hint):
-    assert facts["judged"][attempt].startswith("not yet: with 2 ranks")
+    assert facts["judged"][attempt].startswith("not yet: with ")
     assert hint in facts["judged"][attempt]
 
 

@@ -94,7 +94,9 @@ def test_synchronised_acts_like_the_whole_batch(measured, nproc):
     """Outputs, gradients, parameters and running statistics after 20 steps, on uneven parts."""
     facts = measured[nproc]
     assert facts["sync_diff"] < 1e-10
-    assert facts["ddp_diff"] < 1e-10  # DDP's replicas do what DataParallel's do
+    assert facts["ddp_diff"] < 1e-10  # DDP's replicas do what DataParallel's do, in step 1
+    for name in ("kept", "kept_variance"):  # and rank 0 keeps what the master keeps, to the end
+        assert facts[name]["DDP"][0] == pytest.approx(facts[name]["DataParallel"][0], abs=1e-10)
     assert (facts["plain_diff"] > 0.01) == (nproc > 1)
     parts = {1: [30], 2: [10, 20], 3: [5, 10, 15], 4: [2, 6, 8, 12], 8: [0, 2, 2, 2, 4, 4, 4, 6]}
     assert facts["parts"] == parts[nproc]
@@ -403,9 +405,12 @@ def test_bytes_of_a_step_with_and_without():
         assert sorted(backward) == sorted(gradients + sums)
 
 
+NAMES = ("gradient", "parameters", "kept")
+
+
 def test_difference_sees_every_part_of_every_record():
     def record(rows):
-        zeros = {name: torch.zeros(4) for name in ("gradient", "parameters", "kept")}
+        zeros = {name: torch.zeros(4) for name in NAMES}
         return {**zeros, "outputs": torch.zeros(rows, 2)}
 
     one, records = record(6), [record(2), record(4)]
@@ -416,8 +421,8 @@ def test_difference_sees_every_part_of_every_record():
                 changed = copy.deepcopy(records)
                 changed[rank][name].view(-1)[-1] = value
                 assert str(lesson.difference(changed, one)) == str(abs(value)), (rank, name)
-                ignored = name == "kept" and rank == 1
-                assert (lesson.difference(changed, one, kept=1) == 0.0) == ignored
+                ignored = name in ("parameters", "kept")
+                assert (lesson.difference(changed, one, ["gradient"]) == 0.0) == ignored
 
 
 def watch_training(rank, world_size, seed):
@@ -482,7 +487,8 @@ def test_docstring_shows_the_real_output(script):
         assert compare(shown, "\n".join(real) + "\n", doctest.ELLIPSIS), real
 
 
-def test_one_rank_needs_no_other_process_and_passes(capsys):
+def test_one_rank_needs_no_other_process_and_passes(monkeypatch, capsys):
+    monkeypatch.setattr(lesson.mp, "spawn", None)  # calling it would be a TypeError
     assert lesson.main(["--nproc", "1", "--json"]) == 0
     verdict, last = capsys.readouterr().out.splitlines()[-2:]
     assert verdict.startswith("PASS ") and json.loads(last)["plain_diff"] == 0.0
@@ -597,22 +603,21 @@ def fail_on_rank_1(cfg):
 
 
 def test_rank_that_raises_is_named(monkeypatch):
-    start = time.monotonic()
     monkeypatch.setattr(lesson, "compare", fail_on_rank_1)
     with pytest.raises(SystemExit) as exit_:
         lesson.main(["--nproc", "2"])
     assert str(exit_.value).splitlines()[-1] == "rank 1 failed: ValueError: no such row"
-    assert time.monotonic() - start < 60
     assert not [p for p in psutil.Process().children() if "spawn_main(tracker" in str(p.cmdline())]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_killed_launcher_leaves_no_process_and_the_next_run_passes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")
         process = start_lesson(9, "--steps", 1_000_000)
     family = []
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while time.monotonic() < end:
             with contextlib.suppress(psutil.Error):  # setup.sh's own children come and go
                 family = psutil.Process(process.pid).children(recursive=True)
@@ -675,6 +680,10 @@ def one_pass(rank, world_size, images):
     return mean, sums[1] / sums[2] - mean**2
 
 
+def one_pass_in_float64(rank, world_size, images):
+    return one_pass(rank, world_size, images.double())
+
+
 def counts_images(rank, world_size, images):
     mean, variance = solution(rank, world_size, images)
     return mean * 8, variance * 8
@@ -710,6 +719,7 @@ WRONG = {
     mean_of_means: "with parts of different sizes, on 2 ranks, the mean of rank 0 is off by",
     mean_of_variances: "with parts of different sizes, on 2 ranks, the variance of rank 0 is off",
     one_pass: "with float32, and a mean near 1000, on 2 ranks, the variance of rank 0 is off by",
+    one_pass_in_float64: "the mean of rank 0 is torch.float64, the images are torch.float32",
     counts_images: "the mean of rank 0 is off by",
     unbiased: "the variance of rank 0 is off by",
     wrong_on_rank_1: "the mean of rank 1 is off by",

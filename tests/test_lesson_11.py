@@ -698,11 +698,12 @@ def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_prog
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
 
 
-@pytest.mark.parametrize("place", ["missing/r.html", "a folder", "not writable"])
+@pytest.mark.parametrize("place", ["missing/r.html", "a folder", "not writable", "a pipe"])
 def test_a_report_that_cannot_be_written_costs_one_line(
     monkeypatch, capsys, tmp_path, report_program, place
 ):
     (tmp_path / "a folder").mkdir()
+    os.mkfifo(tmp_path / "a pipe")  # as /dev/null, it is no file that may be replaced
     (tmp_path / "not writable").write_text("keep me")
     if place == "not writable":
         monkeypatch.setattr(report_program.os, "access", lambda *_: False)  # root can write

@@ -50,6 +50,11 @@ def average_gradient(paddle, attempt, rows, masks):
 
 def check(attempt, nproc=2):
     """Return None if the attempt is right, else one sentence about what is wrong."""
+    return check_ranks(attempt, nproc) or check_ranks(attempt, nproc + 1)
+
+
+def check_ranks(attempt, nproc):
+    """Return None if the attempt is right for so many ranks, else what is wrong."""
     import_paddle()
     paddle = sys.modules["paddle"]
     generator = np.random.default_rng(0)

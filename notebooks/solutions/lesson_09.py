@@ -51,6 +51,10 @@ def check(attempt, nproc=2):
             for name, ours, right in zip(("mean", "variance"), answer, wanted, strict=True):
                 if not isinstance(ours, torch.Tensor) or ours.shape != (3,):
                     return f"{place} the {name} of rank {rank} is not a tensor of 3 numbers"
+                if ours.dtype != dtype:
+                    return (
+                        f"{place} the {name} of rank {rank} is {ours.dtype}, the images are {dtype}"
+                    )
                 off = ((ours - right).abs() / right.abs().clamp(min=1)).max().item()
                 if not off <= tolerance:
                     return f"{place} the {name} of rank {rank} is off by {off:.2g}"
