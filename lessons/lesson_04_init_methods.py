@@ -153,7 +153,8 @@ def be_one_rank(args, method, place, rank, world_size):
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         report |= {"error": f"{reason} {explain(reason)}".strip(), "time": time.time()}
         text = f"FAIL rank {rank}: {report['error']}"
-    print(json.dumps(report) if args.json else text, flush=True)
+    line = json.dumps(report) if args.json else text
+    print(f"{line}\n", end="", flush=True)  # one write: ranks may share a terminal
     return int("error" in report)
 
 
