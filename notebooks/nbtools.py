@@ -4,6 +4,7 @@ show(fn)                     the source of a function, as the lesson has it
 run(fn, nproc, *args)        call fn(rank, world_size, *args) in `nproc` real processes
 launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
 judge(test, attempt)         what the check of an exercise says about an attempt
+free_ports(count)            ports for those who have to name one
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -233,6 +235,24 @@ def _end_session(process):
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+# --- ports ---
+
+
+def free_ports(count):
+    """Return `count` different ports of this machine on which nobody listens now.
+
+    They lie below those that the operating system gives away by itself (from 32768 on Linux, from
+    49152 on macOS). So no other program is given one of them before it is used.
+    """
+    ports = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports
 
 
 # --- exercises ---

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, Finished
-from nbtools import RankFailed, judge, run
+from nbtools import RankFailed, free_ports, judge, run
 from solutions.lesson_02 import check, solution
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -82,13 +81,6 @@ def execute(*command, cwd=ROOT, **variables):
     return Finished(process.args, process.returncode, stdout, stderr)
 
 
-def free_port():
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 BY_HAND = """
 import sys, torch
 import lesson_02_launch_ddp as lesson
@@ -148,9 +140,9 @@ def started(tmp_path_factory):
     here, few = {"cwd": folder}, ["--json", "--steps", 6]
     old = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=1", "old.py"]
     node = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    node += [f"--master-port={free_port()}", "environment.py"]
+    node += [f"--master-port={free_ports(1)[0]}", "environment.py"]
     by_hand = [sys.executable, "-c", BY_HAND, *few]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
     world["PYTHONPATH"] = str(SCRIPT.parent)
     jobs = {
         # name: (command, options of execute)
@@ -425,7 +417,7 @@ def join_by_environment(rank, world_size, port):
 
 @pytest.mark.claim("E12")
 def test_env_init_needs_four_variables_two_of_which_can_be_arguments():
-    for rank, (missing, joined) in enumerate(run(join_by_environment, 2, free_port())):
+    for rank, (missing, joined) in enumerate(run(join_by_environment, 2, free_ports(1)[0])):
         for name, message in missing.items():
             assert f"environment variable {name} expected" in message
         assert len(missing) == 4
@@ -449,7 +441,7 @@ def join_with_setup(rank, world_size, port):
 
 @pytest.mark.claim("B3", "A10")
 def test_setup_joins_the_group_that_the_environment_names():
-    for rank, answer in enumerate(run(join_with_setup, 2, free_port())):
+    for rank, answer in enumerate(run(join_with_setup, 2, free_ports(1)[0])):
         assert answer == ((rank, 2, CPU), "gloo", (rank, 2, CPU))
 
 

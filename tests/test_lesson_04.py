@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, run_lesson, start_lesson
-from nbtools import RankFailed, judge, run
+from nbtools import RankFailed, free_ports, judge, run
 from solutions.lesson_04 import check, solution
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
@@ -37,12 +37,6 @@ LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0
 
 
 # --- Helpers ---
-
-
-def free_port():
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def quiet():
@@ -186,7 +180,7 @@ def test_printed_lines_can_be_typed_into_terminals(scripts, tmp_path):
     """Each line, run by a shell of its own, is one rank; the rank is the number of the process."""
     lines = re.findall(r"^terminal \d+: (.*)$", scripts["env"].stdout, re.MULTILINE)
     assert len(lines) == 2 and all("MASTER_PORT=" in line for line in lines)
-    port = free_port()
+    port = free_ports(1)[0]
     lines = [re.sub(r"MASTER_PORT=\d+", f"MASTER_PORT={port}", line) for line in lines]
     lines = [line.removesuffix(" --json") for line in lines]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
@@ -446,7 +440,7 @@ def test_a_script_that_is_ended_leaves_no_rank(monkeypatch, tmp_path, number):
 @pytest.mark.claim("E10")
 @pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
 def test_who_connects_to_whom(method, tmp_path):
-    place = f"{tmp_path}/a file" if method == "file" else f"127.0.0.1:{free_port()}"
+    place = f"{tmp_path}/a file" if method == "file" else f"127.0.0.1:{free_ports(1)[0]}"
     answers = run(look_at_connections, 4, method, place)
     port = place.rpartition(":")[2]
     ends = {pair: rank for rank, (_, _, linked) in enumerate(answers) for pair in linked}
@@ -476,7 +470,7 @@ def look_at_connections(rank, world_size, method, place):
 
 @pytest.mark.claim("E10")
 def test_every_rank_leaves_its_address_in_the_store():
-    first, second = run(keys_after_joining, 2, free_port())
+    first, second = run(keys_after_joining, 2, free_ports(1)[0])
     assert first == second
     assert len(first) == 2 and [key.split("/")[-1] for key in sorted(first)] == ["0", "1"]
 
@@ -600,9 +594,7 @@ def failing(tmp_path_factory, no_slow_names):
 
     Return {name: future}. The other tests of this file run meanwhile.
     """
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(14)]
-        free = [listener.getsockname()[1] for listener in listeners]
+    free = free_ports(12)
     other_job = socket.create_server(("127.0.0.1", 0))
     no_folder = f"file://{tmp_path_factory.mktemp('x')}/no/file"
     jobs = {
@@ -753,7 +745,7 @@ def test_check_in_names_what_is_wrong(tmp_path):
     ],
 )
 def test_join_names_a_wrong_rank_in_real_processes(tmp_path, method, changes, said):
-    place = f"{tmp_path}/file" if method == "file" else f"127.0.0.1:{free_port()}"
+    place = f"{tmp_path}/file" if method == "file" else f"127.0.0.1:{free_ports(1)[0]}"
     answers = run(join_by, 3, method, place, changes, 10, deadline=60)
     assert [str(answer) for answer in answers if said in str(answer)]
     assert 6 not in answers  # nobody goes on without the others
@@ -761,7 +753,7 @@ def test_join_names_a_wrong_rank_in_real_processes(tmp_path, method, changes, sa
 
 @pytest.mark.claim("E9")
 def test_join_names_a_rank_that_never_comes():
-    (answer,) = run(join_by, 1, "tcp", f"127.0.0.1:{free_port()}", {0: (0, 3)}, 2, deadline=40)
+    (answer,) = run(join_by, 1, "tcp", f"127.0.0.1:{free_ports(1)[0]}", {0: (0, 3)}, 2, deadline=40)
     assert "not here after 2 s: rank 1, 2" in answer
 
 
@@ -876,7 +868,7 @@ def join_as_on_windows(rank, world_size, port):
 @pytest.mark.claim("E3")
 def test_tcp_is_not_excluded_on_windows_any_more(monkeypatch):
     monkeypatch.delenv("USE_LIBUV", raising=False)
-    assert run(join_as_on_windows, 2, free_port()) == [(3, [False])] * 2
+    assert run(join_as_on_windows, 2, free_ports(1)[0]) == [(3, [False])] * 2
 
 
 # --- The exercise ---

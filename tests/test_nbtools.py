@@ -1,12 +1,15 @@
 """run, launch, show, judge and Wire do what the notebooks rely on."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import nbtools
 import psutil
@@ -206,3 +209,15 @@ def test_wire_writes_down_the_collectives_inside_and_their_bytes():
         assert quiet == []
         assert calls == [("allreduce", "float64", 3, 24), ("broadcast", "int32", 4, 16)]
         assert texts == ["allreduce of 3 float64 = 24 bytes", "broadcast of 4 int32 = 16 bytes"]
+
+
+def test_free_ports_are_different_and_nobody_is_given_them():
+    ports = nbtools.free_ports(20)
+    assert len(set(ports)) == 20
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        assert not set(ports) & set(nbtools.free_ports(11_000))  # they are taken now
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if given.exists():  # what Linux gives away by itself begins above
+        assert max(ports) < int(given.read_text().split()[0])
