@@ -912,7 +912,8 @@ def test_two_jobs_in_one_folder_damage_nothing(tmp_path):
     assert run(save_often, 2, str(tmp_path), deadline=120) == [True, True]
     state = lesson.load_latest(tmp_path)
     assert (state["step"], state["complaints"]) == (119, [])
-    assert names(tmp_path) == ["step_00000118.pt", "step_00000119.pt"]
+    assert 2 <= len(names(tmp_path)) <= 3  # a third: the older job was the last to remove
+    assert not (tmp_path / "unfinished.tmp").exists()
 
 
 def test_no_bits_are_promised_once_the_number_of_ranks_has_changed(tmp_path):
