@@ -8,6 +8,7 @@ are: nothing that changes from run to run, such as times, is kept.
 """
 
 import argparse
+import base64
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
 
 
 def execute(path):
@@ -37,6 +39,17 @@ def execute(path):
         cell.id = f"cell-{number:02}"
         merge_streams(cell)
     nbformat.write(notebook, path)
+    save_readme_picture(notebook)
+
+
+def save_readme_picture(notebook):
+    """Write the first figure of the cell that is tagged `readme-picture`, if there is one."""
+    for cell in notebook.cells:
+        if "readme-picture" in cell.metadata.get("tags", []):
+            figures = [output.data for output in cell.outputs if "data" in output]
+            picture = next(data["image/png"] for data in figures if "image/png" in data)
+            (ROOT / "docs").mkdir(exist_ok=True)
+            (ROOT / "docs" / "overlap.png").write_bytes(base64.b64decode(picture))
 
 
 def merge_streams(cell):

@@ -7,4 +7,4 @@ cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 # Test files and notebooks are shared out to as many processes as there are CPUs, at most four.
-exec "$python" -m pytest --nbval -n logical --maxprocesses 4 --dist loadfile "$@"
+exec "$python" -m pytest --nbval -n logical --maxprocesses 4 "$@"

@@ -1,7 +1,9 @@
-"""run, launch, show, judge and Wire do what the notebooks rely on."""
+"""The tools of the notebooks do what the notebooks rely on."""
 
 import contextlib
+import inspect
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,12 +13,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import matplotlib
 import nbtools
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from wire import Wire
+from nbtools import pictures
+from nbtools.events import record
+from nbtools.wire import Wire
+
+SANITIZE = nbtools.ROOT / "notebooks" / "nbtools" / "nbval_sanitize.cfg"
 
 
 def rank_and_sum(rank, world_size, start):
@@ -128,7 +135,7 @@ def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(tmp_path):
     folders = {name: tmp_path / name.name for name in (signal.SIGINT, signal.SIGKILL)}
     program = f"""
         import sys, pathlib
-        sys.path[:0] = {[os.path.dirname(nbtools.__file__), os.path.dirname(__file__)]!r}
+        sys.path[:0] = {[str(nbtools.ROOT / "notebooks"), os.path.dirname(__file__)]!r}
         import nbtools, test_nbtools
         if __name__ == "__main__":
             nbtools.run(test_nbtools.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
@@ -178,20 +185,82 @@ def test_launch_returns_the_json_and_reports_a_failure():
         bad.result()
 
 
+def test_importing_nbtools_imports_no_framework():
+    names = {"torch", "tensorflow", "paddle", "jax", "matplotlib"}
+    program = f"import sys, nbtools; print({names!r} & set(sys.modules))"
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=nbtools.ROOT / "notebooks", capture_output=True, text=True)
+    assert run.stdout == "set()\n", run.stderr
+
+
+# --- show, measured, judge ---
+
+
+def shorter(rank, world_size):
+    print(f"from {rank}")
+
+
 def test_show_is_the_source_to_the_letter():
-    assert nbtools.show(speak).data.startswith("```python\ndef speak(rank, world_size):\n")
-    assert "# the last rank speaks first" in nbtools.show(speak).data
+    text = nbtools.show(speak, shorter).data
+    assert text.startswith("```python\ndef speak(rank, world_size):\n")
+    assert "# the last rank speaks first" in text and text.count("def ") == 2
 
 
-def test_judge_never_raises():
-    assert nbtools.judge(lambda attempt: None, None) == "correct"
-    assert nbtools.judge(lambda attempt: "too small", None) == "not yet: too small"
+def test_show_difference_has_all_lines_of_both():
+    before, *lines, after = nbtools.show_difference(speak, shorter).data.splitlines()
+    assert (before, after) == ("```diff", "```")
+    kept = [line[1:] for line in lines if line[0] in " +"]
+    gone = [line[1:] for line in lines if line[0] in " -"]
+    for function, shown in ((shorter, kept), (speak, gone)):
+        assert "\n".join(shown) == inspect.getsource(function).rstrip()
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.41234, "≈0.412"), (-2, "≈-2"), (0, "≈0"), (1234567.8, "≈1,234,568"), (4.4e-16, "≈4.4e-16")],
+)
+def test_measured_shows_a_number_that_nbval_can_mask(value, text):
+    pattern = re.search(r"^regex: (.*)$", SANITIZE.read_text(), re.MULTILINE).group(1)
+    assert nbtools.measured(torch.tensor(value, dtype=torch.float64), -3, 1e7) == text
+    assert re.sub(pattern, "≈", f"a {text}, b {text}. 3.5") == "a ≈, b ≈. 3.5"
+
+
+@pytest.mark.parametrize("value", [0.99, 2.01, float("nan"), float("inf")])
+def test_measured_raises_outside_its_bound(value):
+    with pytest.raises(nbtools.OutOfBounds, match="not from 1 to 2"):
+        nbtools.measured(value, 1, 2)
+
+
+def hang(attempt):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+def test_judge_never_raises_and_never_hangs():
+    assert nbtools.judge(lambda attempt: None, 3) == "correct"
+    assert nbtools.judge(lambda attempt: "too small\nor not", 3) == "not yet: too small"
+    assert nbtools.judge(lambda attempt: None, None).startswith("no guess yet")
+    assert nbtools.judge(lambda attempt: None, "3").startswith("not yet: ")
     assert nbtools.judge(lambda attempt: attempt(), lambda: 1 / 0).startswith("not yet: ZeroDiv")
+    assert nbtools.judge(hang, 3, deadline=0.3).startswith("not yet: it had not finished after 0.3")
 
     def stub():
         raise NotImplementedError
 
     assert nbtools.judge(lambda attempt: attempt(), stub) == "not attempted"
+
+
+def fails_on_a_rank(attempt):
+    nbtools.run(attempt, 2, "raise")
+
+
+def test_judge_names_the_rank_that_failed():
+    verdict = nbtools.judge(fails_on_a_rank, fail_on_one)
+    assert verdict.startswith("not yet: rank 1: ValueError: no such digit")
+
+
+# --- Wire, record and the pictures ---
 
 
 def speak_on_the_wire(rank, world_size):
@@ -221,3 +290,91 @@ def test_free_ports_are_different_and_nobody_is_given_them():
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if given.exists():  # what Linux gives away by itself begins above
         assert max(ports) < int(given.read_text().split()[0])
+
+
+def recorded_step(rank, world_size):
+    """Return the events of one step of DDP with small buckets."""
+    from torch import nn
+
+    layers = [nn.Linear(300, 300) for _ in range(4)]
+    replica = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    for _ in range(3):
+        with record(rank) as recorder, recorder.span("compute", "step", lane="mine"):
+            replica(torch.randn(64, 300)).sum().backward()
+            optimizer.step()
+    return recorder.spans, recorder.calls
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return nbtools.run(recorded_step, 2)
+
+
+def test_record_has_the_bytes_of_wire_on_one_clock_for_all_ranks(recorded):
+    for rank, (spans, calls) in enumerate(recorded):
+        sent = [span.nbytes for span in spans if span.lane == f"rank {rank}, gloo"]
+        assert sorted(sent) == sorted(call.nbytes for call in calls)
+        assert len(sent) >= 4 and set(sent) != {None}
+        (mine,) = [span for span in spans if span.lane == "mine"]
+        own = [span for span in spans if span.lane == f"rank {rank}"]
+        assert {span.name.partition(":")[0] for span in own} == {
+            "forward",
+            "backward",
+            "optimizer.step",
+        }
+        assert all(mine.begin - 0.01 < span.begin < span.end < mine.end + 0.01 for span in own)
+    (first, _), (second, _) = recorded  # no all-reduce ends on one rank before both have begun it
+    pairs = zip(*([s for s in spans if s.kind == "send"] for spans in (first, second)), strict=True)
+    assert all(max(a.begin, b.begin) < min(a.end, b.end) + 0.01 for a, b in pairs)
+
+
+@pytest.fixture
+def no_window():
+    before = matplotlib.get_backend()
+    matplotlib.use("Agg")
+    yield
+    pictures.plt.close("all")
+    matplotlib.use(before)
+
+
+def test_lanes_draw_each_span_where_and_as_long_as_it_was(recorded, no_window):
+    spans = [span for spans, _ in recorded for span in spans if span.kind == "send"]
+    spans.append(spans[0]._replace(lane="rank 1, gloo"))  # overlaps: shares the height of its lane
+    figure = pictures.lanes(spans, "title", arrows=[(spans[0], spans[1])])
+    (axes,) = figure.axes
+    bars = [bar for container in axes.containers for bar in container]
+    start = min(span.begin for span in spans)
+    drawn = sorted((bar.get_x(), bar.get_width()) for bar in bars)
+    expected = sorted(((s.begin - start) * 1e3, (s.end - s.begin) * 1e3) for s in spans)
+    for (left, width), (right_left, right_width) in zip(drawn, expected, strict=True):
+        assert (left, width) == pytest.approx((right_left, right_width))
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "rank 0, gloo",
+        "rank 1, gloo",
+    ]
+    arrows = [p for p in axes.patches if isinstance(p, matplotlib.patches.FancyArrowPatch)]
+    assert len(arrows) == 1
+
+
+def test_waits_are_the_gaps_in_which_gloo_works():
+    Span = pictures.Span
+    spans = [Span("rank 0", "compute", "backward", 0, 1), Span("rank 0", "compute", "step", 3, 4)]
+    spans += [Span("rank 0, gloo", "send", "all_reduce", 0.5, 2.5, 8)]
+    (wait,) = [span for span in pictures.waits(spans) if span.kind == "wait"]
+    assert (wait.lane, wait.begin, wait.end) == ("rank 0", 1, 2.5)
+
+
+def test_strip_has_an_arrow_and_a_label_for_each_message(no_window):
+    places = ["rank 0", "rank 1", "rank 2"]
+    events = [pictures.Message("out", "rank 0", name, 96) for name in places[1:]]
+    events.append(pictures.Collective("sum", "all_reduce", tuple(places), 12_000_000))
+    events.append(pictures.Collective("send", "broadcast", tuple(places), 8, source="rank 0"))
+    figure = pictures.strip(events, "title", places, ["out", "quiet", "sum", "send"])
+    (axes,) = figure.axes
+    arrows = [p for p in axes.patches if isinstance(p, matplotlib.patches.FancyArrowPatch)]
+    assert len(arrows) == 2 + 2 * 3 + (1 + 2)  # into the broadcast goes rank 0's, out come two
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("96 B") == 2 and texts.count("nothing\nis sent") == 1
+    assert "all_reduce\n12 MB" in texts and "broadcast\n8 B" in texts
+    assert texts.count("rank 1") == 5  # a box before, between and after four steps

@@ -1,21 +1,10 @@
-"""The tools that all notebooks use.
-
-show(fn)                     the source of a function, as the lesson has it
-run(fn, nproc, *args)        call fn(rank, world_size, *args) in `nproc` real processes
-launch(3, nproc=2, steps=5)  run scripts/lesson_03.sh, return its JSON
-judge(test, attempt)         what the check of an exercise says about an attempt
-free_ports(count)            ports for those who have to name one
-"""
+"""Call a function in several real processes that have joined one process group."""
 
 import contextlib
-import inspect
-import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,10 +15,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import cloudpickle
-
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT / "lessons") not in sys.path:
-    sys.path.insert(0, str(ROOT / "lessons"))  # so that notebooks can import the lessons
 
 
 class RankFailed(RuntimeError):
@@ -42,19 +27,6 @@ class RankFailed(RuntimeError):
     def _render_traceback_(self):  # IPython asks for this: one line instead of a page
         return [f"{type(self).__name__}: {self}"]
 
-
-class LaunchFailed(RankFailed):
-    """A lesson's launcher ended with an error. `details` has all of its output."""
-
-
-def show(fn):
-    """Return the source of `fn` as Markdown: what you read is what runs."""
-    from IPython.display import Markdown
-
-    return Markdown(f"```python\n{inspect.getsource(fn).rstrip()}\n```")
-
-
-# --- run ---
 
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
@@ -71,7 +43,8 @@ def run(fn, nproc, *args, deadline=60):
     be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks.
 
     Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, or when the
-    ranks have not finished after `deadline` seconds. No process is left behind in any case.
+    ranks have not finished after `deadline` seconds. The ranks have ended in any case, and with a
+    rank that fails or is late, the processes that it has started.
     """
     if not isinstance(nproc, int) or not 1 <= nproc <= 64:
         raise ValueError(f"nproc must be a whole number from 1 to 64, not {nproc!r}")
@@ -189,85 +162,3 @@ def _leave_with_parent():
     """End this process when the notebook's kernel is gone, however it ended."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
-
-
-# --- launch ---
-
-
-def launch(lesson, deadline=300, **flags):
-    """Run `scripts/lesson_NN.sh --json` with `flags` and return its last line as a dict.
-
-    `batch_size=30` becomes `--batch-size 30`; True becomes a flag without a value. Raises
-    LaunchFailed, with the last line of stderr, when the exit code is not 0 or time is up.
-    """
-    command = ["bash", str(ROOT / "scripts" / f"lesson_{lesson:02}.sh"), "--json"]
-    for name, value in flags.items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "LOCKSTEP_PYTHON": sys.executable},
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        raise LaunchFailed(f"lesson {lesson:02} had not finished after {deadline} s") from None
-    finally:
-        _end_session(process)
-    if process.returncode != 0:
-        last = (stderr.strip() or stdout.strip() or "no output").splitlines()[-1]
-        message = f"lesson {lesson:02} ended with exit code {process.returncode}: {last}"
-        raise LaunchFailed(message, stdout + stderr)
-    return json.loads(stdout.splitlines()[-1])
-
-
-def _end_session(process):
-    """End a launcher and its workers: first politely, because torchrun has workers to end."""
-    for signal_number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
-        try:
-            os.killpg(process.pid, signal_number)
-            process.wait(patience)
-        except (ProcessLookupError, PermissionError):
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
-# --- ports ---
-
-
-def free_ports(count):
-    """Return `count` different ports of this machine on which nobody listens now.
-
-    They lie below those that the operating system gives away by itself (from 32768 on Linux, from
-    49152 on macOS). So no other program is given one of them before it is used.
-    """
-    ports = []
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
-        if len(ports) == count:
-            break
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
-
-
-# --- exercises ---
-
-
-def judge(test, attempt):
-    """Return what an exercise's check says: not attempted, not yet: ..., or correct. Never raises.
-
-    `test(attempt)` returns None when the attempt is right, else a sentence about what is wrong.
-    An attempt that raises NotImplementedError, here or on a rank, counts as not attempted.
-    """
-    try:
-        problem = test(attempt)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem is None:
-        return "correct"
-    return "not attempted" if "NotImplementedError" in problem else f"not yet: {problem}"

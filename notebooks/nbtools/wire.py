@@ -1,7 +1,7 @@
 """What goes over the wire: the collectives that PyTorch calls.
 
-Not in nbtools.py, because this needs torch: the notebooks of lessons 07 and 08 use nbtools with
-another framework, and two frameworks in one process can crash it.
+`import nbtools` does not import this module, because it needs torch: the notebooks of lessons 07
+and 08 use nbtools with another framework, and two frameworks in one process can crash it.
 """
 
 from collections import namedtuple
@@ -22,7 +22,9 @@ class Wire(TorchDispatchMode):
     """Writes down every collective inside `with Wire() as wire`: `wire.calls`, a list of Call.
 
     A call has the collective's name, and the type, the count of numbers and the bytes of the first
-    tensor that is given to it. That is what a rank hands over, not what a cable carries.
+    tensor that is given to it. For a broadcast and an all-reduce that is what a rank hands over
+    (for all_gather_into_tensor and reduce_scatter_tensor it is the output). It is not what a cable
+    carries.
     """
 
     def __init__(self):

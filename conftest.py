@@ -1,0 +1,214 @@
+"""What all tests and notebooks need: how nbval compares, starting lessons, the record of claims."""
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent
+ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+
+# A shell starts a background job with SIGINT ignored. What the tests start would inherit that, and
+# would never hear the interrupt that they send.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A framework's name for `import`, and for pip. Without it, what needs it is skipped.
+FRAMEWORKS = {"tensorflow": "tensorflow", "paddle": "paddlepaddle"}
+MISSING = {name: pip for name, pip in FRAMEWORKS.items() if importlib.util.find_spec(name) is None}
+LESSONS_NEED = {"07": ["tensorflow"], "08": ["paddle", "tensorflow"]}
+
+OUTCOMES = {}  # claim id -> outcomes of the tests that carry it, in this run
+UNPROVEN = []
+
+
+# --- Starting a lesson as a reader does ---
+
+
+class Finished(subprocess.CompletedProcess):
+    """A launcher that has ended."""
+
+    @property
+    def json(self):
+        """Return the last line of stdout as a dict."""
+        return json.loads(self.stdout.splitlines()[-1])
+
+
+def start_lesson(number, *flags, cwd=ROOT, env=ENVIRONMENT, **options):
+    """Start scripts/lesson_NN.sh in a session of its own; return the running process."""
+    command = ["bash", str(ROOT / "scripts" / f"lesson_{number:02}.sh"), *map(str, flags)]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def run_lesson(number, *flags, **options):
+    """Run scripts/lesson_NN.sh to its end; return its exit code, stdout and stderr."""
+    process = start_lesson(number, *flags, **options)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # after 300 s: also its ranks
+    return Finished(process.args, process.returncode, stdout, stderr)
+
+
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory):
+    """Return a function: default_run(3) is `lesson_03.sh --json` on CPUs, run once for all tests.
+
+    "All" includes those in other processes of pytest-xdist: the first that asks runs it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each process has a folder of its own in here
+
+    def run_once(number):
+        with open(folder / f"lesson_{number:02}.json", "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            known = file.read()
+            if known:
+                return Finished(*json.loads(known))
+            elsewhere = tmp_path_factory.mktemp("a folder with a space")
+            environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+            run = run_lesson(number, "--json", cwd=elsewhere, env=environment)
+            assert list(elsewhere.iterdir()) == [], "the lesson left files in the current folder"
+            json.dump([run.args, run.returncode, run.stdout, run.stderr], file)
+        return run
+
+    return run_once
+
+
+# --- Options, and what is skipped ---
+
+
+def pytest_addoption(parser):
+    parser.addoption("--claim", metavar="ID", help="run the tests of one claim, for example A5")
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "nbval_sanitize_with"):  # absolute: pytest may start anywhere
+        config.option.nbval_sanitize_with = str(ROOT / "notebooks/nbtools/nbval_sanitize.cfg")
+    claim = config.option.claim
+    if claim is not None and claim not in read_claims():
+        raise pytest.UsageError(f"--claim {claim}: CLAIMS.md has no such claim")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Choose what runs, and what is skipped."""
+    wanted = config.option.claim
+    chosen = [item for item in items if wanted is None or wanted in claims_of(item)]
+    if wanted is not None:
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+    for item in items:
+        number = getattr(getattr(item, "callspec", None), "params", {}).get("lesson")
+        item.user_properties.append(("claims", claims_of(item)))
+        skip_what_is_not_here(item, number)
+
+
+def skip_what_is_not_here(item, number):
+    """Skip what needs a GPU, or a framework, where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    needed = [name for mark in item.iter_markers("needs") for name in mark.args]
+    if item.path.suffix == ".ipynb":
+        number = item.path.name[len("lesson_") :][:2]
+    for name in needed + LESSONS_NEED.get(number, []):
+        if name in MISSING:
+            item.add_marker(pytest.mark.skip(reason=f"{MISSING[name]} is not installed"))
+
+
+# --- Claims ---
+
+
+def read_claims():
+    """Return {claim id: verdict} from the table of CLAIMS.md."""
+    verdicts = {}
+    for line in (ROOT / "CLAIMS.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) >= 4 and re.fullmatch(r"[A-E]\d+", cells[0]):
+            assert cells[0] not in verdicts, f"two rows for {cells[0]}"
+            verdicts[cells[0]] = cells[2]
+    return verdicts
+
+
+def claims_of(item):
+    """Return the claim ids that a test carries: @pytest.mark.claim("A5")."""
+    return [claim for mark in item.iter_markers("claim") for claim in mark.args]
+
+
+def unproven(verdicts, outcomes):
+    """Return a line for each claim whose tests ran and did not prove it.
+
+    A skipped test proves nothing: the verdict must say that it needs a GPU. Claims of which no test
+    was selected can't be judged; nor can those whose framework is not installed.
+    """
+    lines = []
+    for claim, seen in outcomes.items():
+        seen = set(seen) - {"not installed"}
+        verdict = verdicts.get(claim, "")
+        excused = {"skipped"} if "GPU" in verdict else set()
+        missing = not seen & {"passed"} and not (seen <= excused)
+        if missing or seen - {"passed"} - excused:
+            lines.append(f"{claim} is not proven: its tests {', '.join(sorted(seen))}")
+    return lines
+
+
+def pytest_runtest_logreport(report):
+    """Remember how the tests of each claim ended; a skip counts as a skip, not as a pass."""
+    if report.when == "call" or report.outcome != "passed":
+        not_installed = report.skipped and "is not installed" in str(report.longrepr)
+        outcome = "not installed" if not_installed else report.outcome
+        for claim in dict(report.user_properties).get("claims", []):
+            OUTCOMES.setdefault(claim, []).append(outcome)
+
+
+def pytest_sessionfinish(session):
+    """Fail the run if it left a claim unproven."""
+    if hasattr(session.config, "workerinput"):
+        return  # one of several processes of pytest-xdist: the one that started them judges
+    wanted = session.config.option.claim
+    UNPROVEN.extend(unproven(read_claims(), OUTCOMES))
+    if wanted and "passed" not in OUTCOMES.get(wanted, []):
+        UNPROVEN.append(f"{wanted}: no test of it has passed")
+    if UNPROVEN and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what became of the claims, and which frameworks were missing."""
+    wanted = config.option.claim
+    if wanted:
+        seen = OUTCOMES.get(wanted, [])
+        counts = ", ".join(f"{seen.count(outcome)} {outcome}" for outcome in sorted(set(seen)))
+        terminalreporter.section(f"claim {wanted}")
+        terminalreporter.line(f"verdict: {read_claims()[wanted]}")
+        terminalreporter.line(f"its tests: {counts or 'none'}")
+    if UNPROVEN:
+        terminalreporter.section("claims of CLAIMS.md that were not proven", red=True)
+        for line in UNPROVEN:
+            terminalreporter.line(line)
+    if any("not installed" in outcomes for outcomes in OUTCOMES.values()):
+        names = " and ".join(MISSING.values())
+        terminalreporter.line(f"skipped what needs {names}: not installed here")

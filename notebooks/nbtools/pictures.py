@@ -1,0 +1,213 @@
+"""One picture language for all lessons, drawn from what was recorded in a real run.
+
+lanes    time to the right, one lane for each rank, thread or device: compute, send, wait
+strip    one column of boxes for each moment, one panel of arrows for each step, with bytes
+
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
+hatch, so that a print in grey says the same.
+"""
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+
+from nbtools.events import Collective, Message, Recorder, Span, record, waits
+
+__all__ = [
+    "Collective",
+    "Message",
+    "Recorder",
+    "Span",
+    "hatch",
+    "lanes",
+    "record",
+    "strip",
+    "waits",
+]
+
+LOOK = {  # kind: (face colour, hatch, legend)
+    "compute": ("#56B4E9", "", "computes"),
+    "send": ("#E69F00", "////", "sends and receives"),
+    "wait": ("#FFFFFF", "....", "waits"),
+}
+ARROW = "#D55E00"
+WIDTH = 9.5  # inches; JupyterLab shows the figure at its full size
+STYLE = {"font.size": 10, "hatch.linewidth": 0.6, "figure.dpi": 100, "savefig.dpi": 100}
+
+
+def readable_bytes(nbytes):
+    """Return a number of bytes as a short text: 96 B, 1.05 MB."""
+    if nbytes < 10_000:
+        return f"{nbytes:,} B"
+    for limit, unit in ((1e6, "kB"), (1e9, "MB"), (1e12, "GB")):
+        if nbytes < limit:
+            return f"{nbytes / limit * 1000:.3g} {unit}"
+    return f"{nbytes / 1e12:.3g} TB"
+
+
+def hatch(kind):
+    """Return keywords for a bar or patch of this kind, so that other figures look alike."""
+    colour, pattern, _ = LOOK[kind]
+    return {"facecolor": colour, "hatch": pattern, "edgecolor": "black", "linewidth": 0.6}
+
+
+def lanes(spans, title, order=None, arrows=()):
+    """Draw `spans` (a list of Span) as lanes over time; return the figure.
+
+    `order` names the lanes from top to bottom (default: by name). Spans of one lane that overlap
+    share its height; those that follow each other closely and have the same name, up to a colon,
+    become one bar. `arrows` are pairs of spans, from the end of one to the end of the other. Time
+    starts at the first span, in milliseconds.
+    """
+    start = min(span.begin for span in spans)
+    order = order or sorted({span.lane for span in spans})
+    bars = [bar for lane in order for bar in _bars(spans, lane, order.index(lane))]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.35 + 0.36 * len(order)))
+        ends = {}
+        for span, middle, height in bars:
+            left, width = (span.begin - start) * 1e3, (span.end - span.begin) * 1e3
+            axes.barh(middle, width, height, left, **hatch(span.kind))
+            ends[span] = (left + width, middle)
+        _label(axes, bars, start)
+        for one, other in arrows:
+            axes.add_patch(_arrow(ends[one], ends[other], axes.transData))
+        axes.set_yticks(range(len(order)), order)
+        axes.set_ylim(len(order) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("milliseconds")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(title, loc="left", fontweight="bold", pad=26)
+        _legend(axes, [span.kind for span in spans])
+        figure.tight_layout()
+    return figure
+
+
+def _bars(spans, lane, row, gap=3e-4):
+    """Return [(span, middle, height)] of one lane; neighbours that touch are one span."""
+    merged = []
+    for span in sorted((s for s in spans if s.lane == lane), key=lambda span: span.begin):
+        span = span._replace(name=span.name.partition(":")[0])
+        last = merged[-1] if merged else None
+        if last and span.nbytes is None and span[:3] == last[:3] and span.begin - last.end < gap:
+            merged[-1] = last._replace(end=max(last.end, span.end))
+        else:
+            merged.append(span)
+    levels = _levels(merged)
+    count = max(levels, default=0) + 1
+    height = 0.8 / count
+    tops = [row - 0.4 + level * height for level in levels]
+    return [(span, top + height / 2, height) for span, top in zip(merged, tops, strict=True)]
+
+
+def _levels(spans):
+    """Return a level for each span, so that spans of the same level do not overlap."""
+    ends, levels = [], []  # ends: of the last span in each level
+    for span in spans:
+        free = [level for level, end in enumerate(ends) if end <= span.begin + 1e-9]
+        level = free[0] if free else len(ends)
+        ends[level : level + 1] = [span.end]
+        levels.append(level)
+    return levels
+
+
+def _label(axes, bars, start):
+    """Write a span's bytes, or its name, into its bar where there is room for the text."""
+    total = max(span.end for span, _, _ in bars) - start
+    for span, middle, height in bars:
+        text = span.name if span.nbytes is None else readable_bytes(span.nbytes)
+        room = (span.end - span.begin) / total * 105  # letters that fit into the bar
+        if span.kind == "wait" or len(text) > room or height < 0.5:
+            continue
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box}
+        axes.text(((span.begin + span.end) / 2 - start) * 1e3, middle, text, **style)
+
+
+def _legend(axes, kinds):
+    handles = [Patch(**hatch(kind), label=LOOK[kind][2]) for kind in LOOK if kind in kinds]
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
+    axes.legend(handles=handles, **place, borderpad=0, fontsize=9)
+
+
+def _arrow(tail, head, transform):
+    return FancyArrowPatch(
+        tail, head, arrowstyle="-|>", mutation_scale=11, color=ARROW, transform=transform
+    )
+
+
+def strip(events, title, places, steps=None, holds=None):
+    """Draw who sends what to whom, step by step; return the figure.
+
+    events   a list of Message and Collective; the steps are the panels, from left to right
+    places   the names of the ranks or devices, from top to bottom
+    steps    the steps to draw, also those in which nothing is sent (default: those of `events`)
+    holds    {(moment, place): text}: what a box holds before step 0, 1, ... and after the last
+    """
+    steps = steps or list(dict.fromkeys(event.step for event in events))
+    holds = holds or {}
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.3 + 0.62 * len(places)))
+        for moment in range(len(steps) + 1):
+            for row, place in enumerate(places):
+                _box(axes, moment, row, holds.get((moment, place), place))
+        for moment, step in enumerate(steps):
+            axes.text(moment + 0.5, -0.62, step, ha="center", va="bottom", fontsize=9)
+            here = [event for event in events if event.step == step]
+            if not here:
+                axes.text(moment + 0.5, (len(places) - 1) / 2, "nothing\nis sent", **SMALL)
+            for event in here:
+                draw = _draw_collective if isinstance(event, Collective) else _draw_message
+                draw(axes, moment, event, places)
+        axes.set_xlim(-0.24, len(steps) + 0.24)
+        axes.set_ylim(len(places) - 0.5, -1.0)
+        axes.axis("off")
+        axes.set_title(title, loc="left", fontweight="bold")
+        figure.tight_layout()
+    return figure
+
+
+SMALL = {"ha": "center", "va": "center", "fontsize": 8, "color": "0.25", "zorder": 5}
+HALF = 0.23  # half the width of a box
+
+
+def _box(axes, moment, row, text):
+    axes.add_patch(
+        FancyBboxPatch(
+            (moment - HALF, row - 0.3),
+            2 * HALF,
+            0.6,
+            boxstyle="round,pad=0,rounding_size=0.06",
+            facecolor="#DCEBF5",
+            edgecolor="black",
+            linewidth=0.8,
+            zorder=3,
+        )
+    )
+    axes.text(moment, row, text, ha="center", va="center", fontsize=7.5, zorder=4)
+
+
+def _draw_message(axes, moment, event, places):
+    source, target = places.index(event.source), places.index(event.target)
+    tail, head = (moment + HALF, source), (moment + 1 - HALF, target)
+    axes.add_patch(_arrow(tail, head, axes.transData))
+    middle = ((tail[0] + head[0]) / 2, (source + target) / 2)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.text(*middle, readable_bytes(event.nbytes), **SMALL, bbox=box)
+
+
+def _draw_collective(axes, moment, event, places):
+    rows = [places.index(rank) for rank in event.ranks]
+    middle, half = moment + 0.5, 0.1
+    for row in rows:
+        if event.source in (None, places[row]):
+            axes.add_patch(_arrow((moment + HALF, row), (middle - half, row), axes.transData))
+        if event.source != places[row]:
+            axes.add_patch(_arrow((middle + half, row), (moment + 1 - HALF, row), axes.transData))
+    low, high = min(rows) - 0.35, max(rows) + 0.35
+    bar = FancyBboxPatch((middle - half, low), 2 * half, high - low, boxstyle="round,pad=0")
+    bar.set(**hatch("send"), zorder=3)
+    axes.add_patch(bar)
+    text = f"{event.name}\n{readable_bytes(event.nbytes)}"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.text(middle, (low + high) / 2, text, **SMALL | {"rotation": 90}, bbox=box)
