@@ -1,16 +1,13 @@
 """Lesson 02: how does DistributedDataParallel keep separate processes in step?
 
-In lesson 01 one process drove all replicas, and the master sent the parameters
-out in every step. Now a launcher starts one process per replica. Each process
-has its own data loader and its own optimizer. Parameters are sent once, when the
-model is wrapped. In every step DDP sends only gradients: an all-reduce inside
-backward() leaves their average on every rank. All ranks then make the same
-update. After every step this script gathers the parameters, to check that they did.
+A launcher starts one process per device, a rank. Each has its own model, optimizer and
+share of the rows. DDP sends rank 0's parameters once, when it wraps the model. In every
+step it sends gradients: an all-reduce inside backward() leaves their mean on every rank,
+so all ranks make the same update. This script checks after every step that they did.
 
 Run it:         bash scripts/lesson_02.sh --nproc 2 [--launcher torchrun|launch]
 What that does: torchrun --standalone --nproc-per-node=2 lessons/lesson_02_launch_ddp.py
-In 2019:        python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 ...
-A world of one: python lessons/lesson_02_launch_ddp.py
+Or alone:       python lessons/lesson_02_launch_ddp.py    (a world of one)
 
 Output to expect on a CPU:
 
@@ -24,65 +21,78 @@ Output to expect on a CPU:
 
 import argparse
 import copy
+import hashlib
+import inspect
 import json
+import math
 import os
 import signal
 import sys
 from datetime import timedelta
+from itertools import islice
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
-
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
+# --- The technique ---
 
 
-def setup(backend=None, store=None):
-    """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
+def train(rank, world_size, device, data, model, epochs, batch_size, seed=0):
+    """Train `model` on this rank's share of `data`; yield its rows after every update (A9, A10).
 
-    The launcher's variables say who we are; without them we are a world of one, no address needed.
-    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
+    A generator, for the proof: nothing runs until somebody asks for the next step.
     """
-    import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
+    sampler = DistributedSampler(data, world_size, rank, seed=seed)  # the same data on all ranks
+    loader = DataLoader(data, batch_size // world_size, sampler=sampler)  # 15 rows each, not 30
+    model = DistributedDataParallel(model.to(device))  # rank 0's parameters go to all, only here
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)  # else every epoch has the same order
+        for rows, targets in loader:
+            optimizer.zero_grad()
+            loss = mse_loss(model(rows.to(device)), targets.to(device))
+            loss.backward()  # DDP averages the gradients of all ranks while this runs
+            optimizer.step()  # same start, same gradient: the replicas stay equal
+            yield rows, targets
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            rank, world_size, store = 0, 1, dist.HashStore()
-        backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
-        place = {"rank": rank, "world_size": world_size, "store": store}
-        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
-    if dist.get_backend() != "nccl":
-        return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local_rank)
+
+def replicas_agree(model):
+    """Return whether all ranks hold the same parameters; each sends 16 bytes to find out (A18)."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        numbers = parameter.detach().cpu().contiguous().flatten()
+        digest.update(numbers.view(torch.uint8).numpy())
+    checksum = int.from_bytes(digest.digest()[:8], "big", signed=True)
+    checksum = torch.tensor(checksum, device=parameter.device)
+    lowest, highest = checksum.clone(), checksum.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return torch.equal(lowest, highest)
+
+
+# --- The proof ---
+
+
+def train_alone(device, data, model, epochs, batch_size, seed=0):
+    """Train `model` on all of `data`, in one process: what `train` looked like before DDP."""
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(data, batch_size, shuffle=True, generator=generator)
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for rows, targets in loader:
+            optimizer.zero_grad()
+            loss = mse_loss(model(rows.to(device)), targets.to(device))
+            loss.backward()
+            optimizer.step()
+            yield rows, targets
 
 
 def make_toy(seed):
@@ -102,146 +112,194 @@ def make_toy(seed):
     return rows, targets, model
 
 
-# --- New in this lesson ---
+class Watched(TensorDataset):
+    """Rows and targets that remember which row numbers they were asked for."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.numbers = []
+
+    def __getitem__(self, number):
+        self.numbers.append(number)
+        return super().__getitem__(number)
 
 
-def make_loader(rank, world_size, rows, targets, batch_size, seed=0):
-    """Return a loader of this rank's share: batches of (rows, targets, row numbers).
-
-    The sampler deals out row numbers, so every rank must hold the same `rows` (claims B5, A19).
-    Each rank takes `batch_size // world_size` rows in a step (claim A13).
-    """
-    data = TensorDataset(rows, targets, torch.arange(len(rows)))
-    sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, seed=seed)
-    return DataLoader(data, batch_size // world_size, sampler=sampler)
-
-
-def gather_from_ranks(tensor):
-    """Return the tensors of all ranks, stacked: shape (world_size, *tensor.shape)."""
+def from_all_ranks(tensor):
+    """Return the tensors of all ranks, one below the other. They must have the same shape."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
-    return torch.stack(gathered)
+    return torch.cat(gathered)
 
 
 def parameter_spread(model):
-    """Return the largest difference of any parameter between rank 0 and any rank (claim A18)."""
-    copies = gather_from_ranks(nn.utils.parameters_to_vector(model.parameters()).detach())
-    return (copies - copies[0]).abs().max().item()
+    """Return the largest difference of any parameter between any two ranks (A18)."""
+    lowest = parameters_to_vector(model.parameters()).detach().clone()
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return (highest - lowest).max().item()
 
 
-def train(rank, world_size, device, steps, batch_size=30, seed=0, wrap=DistributedDataParallel):
-    """Train the toy on all ranks; return this rank's measurements as a dict.
+def gradient(model):
+    """Return the gradient that the last backward() left, as one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    `wrap(model)` makes the replicas cooperate. After each step the parameters of all ranks are
-    compared, and this rank's gradient with that of the whole batch: the rows of all ranks together.
+
+def measure(rank, world_size, device, steps, batch_size=30, seed=0):
+    """Train the toy on all ranks, and look at it after every step; return this rank's numbers.
+
+    The gradient is compared with that of one process, which takes the rows of all ranks from the
+    data of this rank: row 7 must be the same row everywhere (A19).
     """
     rows, targets, model = make_toy(seed)
-    loader = make_loader(rank, world_size, rows, targets, batch_size, seed)
-    rows, targets, model = rows.to(device), targets.to(device), model.to(device)
-    mean_loss = nn.functional.mse_loss
-    loss_first = mean_loss(model(rows), targets).item()
-    replica = wrap(model)  # DDP sends rank 0's parameters to all ranks here, and never again (A9)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-    rows_per_step, spread, grad_diff = [], [], 0.0
-
-    for step in range(steps):
-        if step % len(loader) == 0:
-            loader.sampler.set_epoch(step // len(loader))  # else each epoch has the same order
-            batches = iter(loader)
-        batch, wanted, numbers = (part.to(device) for part in next(batches))
-
-        whole = copy.deepcopy(model)
-        whole.zero_grad()
-        everyone = gather_from_ranks(numbers).flatten()
-        mean_loss(whole(rows[everyone]), targets[everyone]).backward()
-
-        optimizer.zero_grad()
-        mean_loss(replica(batch), wanted).backward()  # the all-reduce of DDP happens in here
-        optimizer.step()
-
-        pairs = zip(model.parameters(), whole.parameters(), strict=True)
-        grad_diff = max(grad_diff, *((a.grad - b.grad).abs().max().item() for a, b in pairs))
+    data = Watched(rows, targets)
+    rows, targets = rows.to(device), targets.to(device)
+    one_process = copy.deepcopy(model).to(device)
+    loss_first = mse_loss(one_process(rows), targets).item()
+    row_counts, spread, grad_diffs = [], [], []
+    # An epoch has at least one step, so `steps` epochs are enough.
+    training = train(rank, world_size, device, data, model, steps, batch_size, seed)
+    for part, _ in islice(training, steps):
+        batch = from_all_ranks(torch.tensor(data.numbers[-len(part) :], device=device))
+        one_process.zero_grad()
+        mse_loss(one_process(rows[batch]), targets[batch]).backward()
+        grad_diffs.append((gradient(model) - gradient(one_process)).abs().max())
+        one_process.load_state_dict(model.state_dict())  # for the next step
         spread.append(parameter_spread(model))
-        if step < len(loader):
-            rows_per_step.append(len(batch))
-
-    loss_last = mean_loss(model(rows), targets).item()
-    facts = {"rows": rows_per_step, "param_spread": spread, "max_grad_diff": grad_diff}
-    return facts | {"loss_first": loss_first, "loss_last": loss_last}
-
-
-# --- The experiment ---
-
-ENVIRONMENT = """RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
-OMP_NUM_THREADS"""
+        row_counts.append(len(part))
+    per_epoch = math.ceil(math.ceil(len(rows) / world_size) / (batch_size // world_size))
+    facts = {"rows": row_counts[:per_epoch], "param_spread": spread}
+    facts["max_grad_diff"] = torch.stack(grad_diffs).max().item()
+    facts["loss_first"] = loss_first
+    facts["loss_last"] = mse_loss(one_process(rows), targets).item()
+    return facts
 
 
-def check_backend(parser, backend, local_world_size):
-    """End with one line on stderr if `backend` can't work here (claim A11)."""
-    gpus = torch.cuda.device_count()
-    if backend not in (None, "gloo", "nccl"):
-        parser.error(f"argument --backend: must be gloo or nccl, not {backend!r}")
-    if backend == "nccl" and (gpus < local_world_size or not dist.is_nccl_available()):
-        parser.error(f"--backend nccl needs a GPU per rank: {local_world_size}, there are {gpus}")
+def collect(facts):
+    """Gather what all ranks have measured; return one dict, the same on every rank."""
+    environment = {name: os.environ.get(name) for name in ENVIRONMENT.split()}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (environment, facts))
+    result = {name: facts[name] for name in ("param_spread", "loss_first", "loss_last")}
+    result["rows_per_rank"] = [theirs["rows"] for _, theirs in everyone]
+    result["environment"] = [environment for environment, _ in everyone]
+    grad_diffs = torch.tensor([theirs["max_grad_diff"] for _, theirs in everyone])
+    result["max_grad_diff"] = grad_diffs.max().item()  # nan, if one of them is
+    return result
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    parser = Arguments(__doc__, steps=40, batch_size=30)
-    parser.add_argument("--backend", help="gloo or nccl (default: what the machine allows)")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch's `launch`")
-    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
-    args = parser.parse_args(argv)
+ENVIRONMENT = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+ENVIRONMENT += " OMP_NUM_THREADS"
 
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size < world_size:
-        parser.error(f"argument --batch-size: must be at least the number of ranks, {world_size}")
-    check_backend(parser, args.backend, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if args.check:
-        return 0
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
-    if args.local_rank is not None:  # claim A12: how `launch` tells a process its number
-        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
-        launcher = "launch"
 
-    if launcher != "none":  # Linux: if the launcher is killed, its ranks end as well
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    rank, world_size, device = setup(args.backend)
-    facts = {name: os.environ.get(name) for name in ENVIRONMENT.split()}
-    ours = train(rank, world_size, device, args.steps, args.batch_size, args.seed)
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, (facts, ours))
-    backend = dist.get_backend()
-    dist.destroy_process_group()  # a rank that failed has left without this: see lesson 03
-
-    result = {
-        "rows_per_rank": [theirs.pop("rows") for _, theirs in everyone],
-        "launcher": launcher,
-        "environment": [facts for facts, _ in everyone],
-        **everyone[0][1],
-        "max_grad_diff": max(theirs["max_grad_diff"] for _, theirs in everyone),
-    }
-    in_step = max(result["param_spread"]) == 0.0 and result["max_grad_diff"] < 1e-12
-    passed = in_step and ours["loss_last"] < ours["loss_first"]
-    if rank != 0:
-        return 0 if passed else 1
-    print(f"ranks: {world_size}, over {backend} on {device.type}, started by {result['launcher']}")
-    for number, facts in enumerate(result["environment"]):
-        shown = " ".join(f"{n}={facts[n]}" for n in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"))
-        rows = " ".join(map(str, result["rows_per_rank"][number]))
-        print(f"rank {number}: {shown}, rows per step {rows}")
+def report(result):
+    """Print what a reader wants to know, rank by rank."""
+    where = f"over {result['backend']} on {result['device']}"
+    print(f"ranks: {result['world_size']}, {where}, started by {result['launcher']}")
+    names = ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    for rank, environment in enumerate(result["environment"]):
+        shown = " ".join(f"{name}={environment[name]}" for name in names)
+        rows = " ".join(map(str, result["rows_per_rank"][rank]))
+        print(f"rank {rank}: {shown}, rows per step {rows}")
     print(f"gradient against the whole batch's: max difference {result['max_grad_diff']:.3g}")
     losses = f"{result['loss_first']:.3g} before, {result['loss_last']:.3g} after"
-    print(f"loss on all 100 rows: {losses} {args.steps} steps")
-    print(
-        f"{'PASS' if passed else 'FAIL'} the parameters of {world_size} ranks differ by "
-        f"{max(result['param_spread'])} after each of {args.steps} steps"
-    )
-    if args.json:
-        common = {"lesson": 2, "world_size": world_size, "backend": backend, "device": device.type}
-        print(json.dumps({**common, "passed": passed, **result}))
+    print(f"loss on all 100 rows: {losses} {len(result['param_spread'])} steps")
+
+
+def refuse(batch_size, backend, **others):
+    """Return what is wrong with the flags, or None (A11)."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    gpus, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if batch_size < world_size:
+        return f"--batch-size: must be at least the number of ranks, {world_size}"
+    if backend == "nccl" and (gpus < needed or not dist.is_nccl_available()):
+        return f"--backend: nccl needs a GPU for each of {needed} ranks; there are {gpus}"
+    return None
+
+
+def who_started_us(local_rank):
+    """Return torchrun, launch (which adds the flag --local-rank, A12) or none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "none"
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: we end with it
+    return "torchrun" if local_rank < 0 else "launch"
+
+
+def main(
+    steps: range(1, 10**6) = 40,
+    batch_size: range(1, 10**6) = 30,
+    seed: range(2**32) = 0,
+    backend: Literal["auto", "gloo", "nccl"] = "auto",
+    local_rank: range(-1, 64) = -1,
+):
+    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
+    launcher = who_started_us(local_rank)
+    rank, world_size, device = join_group(None if backend == "auto" else backend)
+    facts = measure(rank, world_size, device, steps, batch_size, seed)
+    result = {"lesson": 2, "world_size": world_size, "launcher": launcher}
+    result |= {"backend": dist.get_backend(), "device": device.type}
+    result |= collect(facts)
+    dist.destroy_process_group()  # a rank that failed has left without this: see lesson 03
+    if rank == 0:
+        report(result)
+    worst = torch.tensor(result["param_spread"]).max().item()
+    in_step = worst == 0.0 and result["max_grad_diff"] < 1e-12
+    passed = in_step and result["loss_last"] < result["loss_first"]
+    claim = f"the parameters of {world_size} ranks differ by {worst} after each of {steps} steps"
+    return passed, claim, result
+
+
+# --- The frame: the same in every lesson ---
+
+
+def join_group(backend=None, store=None):
+    """Choose a device, then join the group; return (rank, world_size, device) (A10, A12, B3, E12).
+
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU (E4).
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    enough_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= ranks_here
+    backend = backend or ("nccl" if enough_gpus else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        store = dist.HashStore()  # alone, nobody has to be found
+    place = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
+    return rank, world_size, device
+
+
+def start(main, refuse=lambda **flags: None):
+    """Run main with flags made from its arguments; return 0 (PASS) or 1 (FAIL), or exit with 2."""
+    rank_0 = os.environ.get("RANK", "0") == "0"  # it speaks for all
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}\n" * rank_0)
+    arguments = inspect.signature(main).parameters
+    for name, argument in arguments.items():
+        options = {"type": type(argument.default), "default": argument.default, "metavar": "X"}
+        parser.add_argument("--" + name.replace("_", "-"), **options, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
+    values = vars(parser.parse_args())
+    flags = {name: values[name] for name in arguments}
+    for name, value in flags.items():
+        allowed = get_args(arguments[name].annotation) or arguments[name].annotation
+        if value not in allowed:
+            parser.error(f"argument --{name.replace('_', '-')}: must be in {allowed}, not {value}")
+    if problem := refuse(**flags):
+        parser.error(f"argument {problem}")
+    if values["check"]:
+        return 0
+    passed, claim, result = main(**flags)
+    if rank_0:
+        print("PASS" if passed else "FAIL", claim)
+        print(json.dumps(result | {"passed": passed}) + "\n" if values["json"] else "", end="")
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(main, refuse))

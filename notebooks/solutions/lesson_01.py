@@ -1,62 +1,158 @@
-"""Solution of the exercise of lesson 01: each replica computes the loss of its own part."""
-
-import collections
-import copy
+"""Solutions of the tasks of lesson 01, and their checks."""
 
 import lesson_01_data_parallel as lesson
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
+
+# --- Task 1: predict ---
+
+devices_with_rows = len(torch.zeros(10).chunk(8))
 
 
-def solution(model, rows, targets, devices, traffic):
-    """Leave the gradient of the whole batch in `model`; no outputs travel, but targets do."""
-    parts = lesson.scatter(rows, devices, traffic, "rows")
-    wanted = lesson.scatter(targets, devices, traffic, "targets")
-    replicas = lesson.replicate(model, devices[: len(parts)], traffic)
-    loss = 0.0
-    for replica, part, goal in zip(replicas, parts, wanted, strict=True):
-        share = len(part) / len(rows)  # a mean over 4 rows counts 4/7 in a mean over 7
-        part_loss = share * nn.functional.mse_loss(replica(part), goal)
-        part_loss.backward()
-        loss += part_loss.item()
-    lesson.add_gradients(model, replicas, traffic)
-    return [len(part) for part in parts], len(rows), loss
+def check_devices_with_rows(guess):
+    """Return None if `guess` is how many of 8 devices get some of 10 rows, else a hint."""
+    if guess == devices_with_rows:
+        return None
+    return "how many rows has a part, if 10 / 8 is rounded up? And how many such parts are there?"
 
 
-def check(attempt, nproc=2):
-    """Return None if `attempt` is right on `nproc` replicas, else one sentence about the mistake.
+# --- Task 2: repair ---
 
-    The attempt is run for real, on batches of 30, 10 and 7 rows: not all of them divide evenly.
+
+class ScalesInputs(nn.Module):
+    """Divides its inputs by the largest absolute value that it has seen.
+
+    The value is a buffer, and it is changed in place: so the replica on device 0, which shares its
+    buffers with the model, changes the model's.
     """
-    devices = [torch.device("cpu")] * nproc
-    for count in (30, 10, 7):
-        rows, targets, model = lesson.make_toy(seed=1)
-        rows, targets = rows[:count], targets[:count]
-        reference = copy.deepcopy(model)
-        reference_loss = nn.functional.mse_loss(reference(rows), targets)
-        reference_loss.backward()
-        seen = []  # replicas are copies of the model, so they have this hook too
-        model.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(len(inputs[0])))
 
-        traffic = collections.Counter()
-        answer = attempt(model, rows, targets, devices, traffic)
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 2, dtype=torch.float64)
+        self.register_buffer("largest", torch.ones((), dtype=torch.float64))
 
-        where = f"with {count} rows on {nproc} replicas,"
-        parts = [len(part) for part in rows.chunk(nproc)]
-        if sorted(seen, reverse=True) != parts:
-            return f"{where} the replicas must see {parts} rows; they saw {seen}"
-        if any(parameter.grad is None for parameter in model.parameters()):
-            return f"{where} there is no gradient in the master's model"
-        difference = lesson.largest_difference(model, reference)
-        if not difference < 1e-12:
-            return f"{where} the gradient is off by {difference:.3g}"
-        if traffic["outputs"] or traffic["gradients of the outputs"]:
-            return f"{where} outputs were sent; only the loss of each part may leave a replica"
-        others = sum(parameter.nbytes for parameter in model.parameters()) * (len(parts) - 1)
-        if traffic["parameters"] != others or traffic["gradients"] != others:
-            return f"{where} {others} bytes of parameters must go out, and as many of gradients in"
-        if not isinstance(answer, tuple) or len(answer) != 3 or list(answer[:2]) != [parts, count]:
-            return f"{where} the step must return ({parts}, {count}, loss), not {answer!r}"
-        if abs(float(answer[2]) - reference_loss.item()) > 1e-9:
-            return f"{where} the loss of the whole batch is {reference_loss:.3g}, not {answer[2]!r}"
+    def forward(self, rows):
+        self.largest.copy_(torch.maximum(self.largest, rows.abs().max()))
+        return self.layer(rows / self.largest)
+
+
+def check_scales_inputs(attempt):
+    """Return None if the module keeps its value under nn.DataParallel, else what is wrong."""
+    for count in (2, 3):
+        devices = lesson.find_devices(count)
+        module = lesson.place(attempt(), devices[0])
+        parallel = nn.DataParallel(module, list(range(count)))
+        expected = 1.0
+        for call, scales in enumerate([(0.5, 0.7, 0.2), (3, 9, 2), (7, 2, 8), (4, 8, 1)], start=1):
+            parts = make_parts(count, scales)
+            rows = lesson.place(torch.cat(parts), devices[0])
+            outputs = parallel(rows).detach().cpu()
+            wanted = expected_outputs(module, parts, expected)
+            expected = max(expected, parts[0].abs().max().item())
+            where = f"on {count} devices, after call {call},"
+            largest = float(module.largest)
+            if not abs(largest - expected) < 1e-12:
+                problem = f"{where} `largest` is {largest:.3g}; device 0 has seen {expected:.3g}"
+                return problem + in_a_buffer(module) * "; is the buffer changed in place?"
+            if not (outputs - wanted).abs().max() < 1e-9:
+                return f"{where} the outputs are not those of rows / `largest`, part by part"
     return None
+
+
+def make_parts(count, scales):
+    """Return the parts of 12 rows on `count` devices; the largest value of each is negative."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.rand(12, 5, generator=generator, dtype=torch.float64).chunk(count)
+    scaled = [part / part.max() * -scale for part, scale in zip(parts, scales, strict=False)]
+    return [part * torch.tensor([1, -0.5, 0.3, 1, -0.2]).double() for part in scaled]
+
+
+def expected_outputs(module, parts, largest):
+    """Return what the layer answers if each device starts with `largest` and sees its own part."""
+    weight, bias = (parameter.detach().cpu() for parameter in module.layer.parameters())
+    scaled = [part / max(largest, part.abs().max().item()) for part in parts]
+    return torch.cat(scaled) @ weight.T + bias
+
+
+def in_a_buffer(module):
+    """Return whether the module keeps its value in a buffer."""
+    return "largest" in dict(module.named_buffers())
+
+
+# --- Task 3: predict ---
+
+megabytes_of_parameters = 3 * 25.6 * 4
+
+
+def check_megabytes_of_parameters(guess):
+    """Return None if `guess` is right to 1 %, else a hint."""
+    if abs(guess - megabytes_of_parameters) < 0.01 * megabytes_of_parameters:
+        return None
+    return "multiply the numbers, their bytes, and the devices that do not have the model already"
+
+
+# --- Task 4: build ---
+
+
+def loss_inside_step(model, rows, targets, devices):
+    """Leave the gradient of the whole batch in `model`; return the loss of the whole batch."""
+    parts = lesson.scatter(rows, devices)
+    goals = lesson.scatter(targets, devices)
+    replicas = [lesson.replicate(model, device) for device in devices[: len(parts)]]
+    outputs = lesson.parallel_apply(replicas, parts)
+    loss = 0.0
+    for output, goal in zip(outputs, goals, strict=True):
+        share = len(goal) / len(rows)  # a mean over 4 of 7 rows counts 4/7
+        loss = loss + (share * mse_loss(output, goal)).to(devices[0])
+    loss.backward()
+    return loss.detach()
+
+
+def check_loss_inside_step(attempt):
+    """Return None if the attempt is right on 2 and 3 devices, else what is wrong."""
+    for count in (2, 3):
+        for size in (30, 10, 7):
+            with torch.autograd.set_multithreading_enabled(False):
+                problem = examine_step(attempt, count, size)
+            if problem:
+                return f"with {size} rows on {count} devices, {problem}"
+    return None
+
+
+def examine_step(attempt, count, size):
+    """Let the attempt do one step; return what is wrong with it, or None."""
+    rows, targets, alone = lesson.make_toy(seed=1)
+    devices = lesson.find_devices(count)
+    rows, targets, seen = rows[:size], targets[:size], []
+    wanted = lesson.backward(alone, alone, rows, targets)
+    model = lesson.place(alone, devices[0])
+    model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))  # and replicas
+    here = lesson.place(rows, devices[0]), lesson.place(targets, devices[0])
+    with lesson.Copies() as copies:
+        loss = attempt(model, *here, devices)
+    parts = [len(part) for part in rows.chunk(count)]
+    if sorted(seen, reverse=True) != parts:
+        return f"the replicas must see {parts} rows; they saw {seen}"
+    if any(parameter.grad is None for parameter in model.parameters()):
+        return "there is no gradient in the master's model"
+    difference = (lesson.gradient(model) - wanted).abs().max().item()
+    if not difference < 1e-12:
+        return f"the gradient is off by {difference:.3g}"
+    into_master = sum(nbytes for _, target, nbytes in copies.found if target == 0)
+    allowed = (96 + 8) * (len(parts) - 1)  # gradients of the parameters, and one number
+    if into_master > allowed:
+        return f"the master received {into_master} bytes; gradients and losses need {allowed}"
+    loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+    if loss is None or not abs(float(loss) - mse_loss(alone(rows), targets).item()) < 1e-9:
+        return "what the step returns is not the loss of the whole batch"
+    return None
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "devices_with_rows": (check_devices_with_rows, devices_with_rows),
+    "ScalesInputs": (check_scales_inputs, ScalesInputs),
+    "megabytes_of_parameters": (check_megabytes_of_parameters, megabytes_of_parameters),
+    "loss_inside_step": (check_loss_inside_step, loss_inside_step),
+}

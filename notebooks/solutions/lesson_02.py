@@ -1,14 +1,141 @@
-"""Solution of the exercise of lesson 02: a wrapper that makes replicas cooperate, as DDP does."""
+"""Solutions of the tasks of lesson 02, and their checks."""
+
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
 
 import lesson_02_launch_ddp as lesson
 import torch
 import torch.distributed as dist
-from nbtools import run
+from nbtools import RankFailed, run
 from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+
+CPU = torch.device("cpu")
+
+# --- Task 1: predict ---
+
+rows_in_a_step = 4 * (30 // 4)
 
 
-def solution(model):
-    """Return `model`, made to start as rank 0's and to average its gradients in backward()."""
+def check_rows_in_a_step(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == rows_in_a_step:
+        return None
+    return "compute what one rank takes first, as the loop does, and remember what // does"
+
+
+# --- Task 2: predict ---
+
+megabytes_handed_in = 25.6 * 4
+
+
+def check_megabytes_handed_in(guess):
+    """Return None if `guess` is right to 1 %, else a hint."""
+    if abs(guess - megabytes_handed_in) < 0.01 * megabytes_handed_in:
+        return None
+    return "a rank hands in each of its gradients once, however many ranks there are"
+
+
+# --- Task 3: repair ---
+
+
+def deal_and_train(rank, world_size, rows, targets, model, batch_size):
+    """Train `model` with DDP for one epoch; return the number of steps on this rank.
+
+    101 rows are 51 and 50, so the ranks had different numbers of batches, and the rank with one
+    more waited in its all-reduce for nobody. Now the rows that do not divide are left out.
+    """
+    share = len(rows) // world_size
+    mine = list(range(len(rows)))[rank::world_size][:share]
+    batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for numbers in batches:
+        optimizer.zero_grad()
+        mse_loss(replica(rows[numbers]), targets[numbers]).backward()
+        optimizer.step()
+    return len(batches)
+
+
+def examine_deal_and_train(rank, world_size, attempt, folder):
+    """Run the attempt; return the row numbers of each step, and the parameters at the end.
+
+    The first column of the rows holds their number, and a hook in the model reads it.
+    """
+    rows, targets, model = make_numbered_rows()
+    steps = []
+
+    def read_numbers(_, inputs):
+        steps.append((inputs[0][:, 0] * len(rows)).round().long().tolist())
+        Path(folder, str(rank)).write_text(str(len(steps)))
+
+    model.register_forward_pre_hook(read_numbers)
+    attempt(rank, world_size, rows, targets, model, 10)
+    return steps, parameters_to_vector(model.parameters()).detach()
+
+
+def make_numbered_rows():
+    """Return 101 rows whose first number is their place / 101, targets, and a layer."""
+    torch.manual_seed(0)
+    rows, targets = torch.randn(101, 5), torch.randn(101, 2)
+    rows[:, 0] = torch.arange(101) / 101
+    return rows, targets, nn.Linear(5, 2)
+
+
+def run_deal_and_train(attempt, nproc):
+    """Return what the ranks returned, or a sentence if they did not come to the end together."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(examine_deal_and_train, nproc, attempt, Path(folder), deadline=20)
+        except RankFailed as error:
+            if "onnect" not in str(error) and "no answer" not in str(error):
+                return str(error)  # a mistake of its own, not a lost neighbour
+            begun = [Path(folder, str(rank)) for rank in range(nproc)]
+            steps = [path.read_text() if path.exists() else "0" for path in begun]
+    return f"the ranks do not come to the end: steps begun, rank by rank: {', '.join(steps)}"
+
+
+def expected_parameters(seen):
+    """Return the parameters after the steps that were seen, with gradients averaged over ranks."""
+    rows, targets, model = make_numbered_rows()
+    for step in range(max(len(steps) for steps, _ in seen)):
+        batches = [steps[step] for steps, _ in seen if step < len(steps)]
+        losses = [mse_loss(model(rows[numbers]), targets[numbers]) for numbers in batches]
+        gradients = torch.autograd.grad(sum(losses) / len(seen), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def check_deal_and_train(attempt):
+    """Return None if the attempt ends on 2 and 3 ranks with equal parameters, else a sentence."""
+    for nproc in (2, 3):
+        where = f"with {nproc} ranks and 101 rows,"
+        seen = run_deal_and_train(attempt, nproc)
+        if isinstance(seen, str):
+            return f"{where} {seen}"
+        used = [{number for numbers in steps for number in numbers} for steps, _ in seen]
+        different = set().union(*used)
+        if len(different) < 90:
+            return f"{where} only {len(different)} different rows were trained on"
+        if sum(map(len, used)) - len(different) > 10:
+            return f"{where} the ranks' rows overlap"
+        if not all((theirs - seen[0][1]).abs().max() == 0 for _, theirs in seen):
+            return f"{where} the ranks' parameters differ"
+        if not (seen[0][1] - expected_parameters(seen)).abs().max() < 1e-5:
+            return f"{where} the parameters are not those of averaged gradients, step by step"
+    return None
+
+
+# --- Task 4: build ---
+
+
+def my_ddp(model):
+    """Return `model`, with rank 0's parameters, and made to average its gradients in backward()."""
 
     def average(parameter):  # called in backward(), as soon as this gradient is complete
         dist.all_reduce(parameter.grad)
@@ -20,63 +147,71 @@ def solution(model):
     return model
 
 
-def _flat(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+def refuse_the_library(*args, **kwargs):
+    raise TypeError("the task is to write it: DistributedDataParallel itself is not an answer")
 
 
-def _measure(rank, world_size, attempt):
-    """Train with `attempt` as the wrapper, from other weights on each rank; return what we saw."""
-    make_toy, seen = lesson.make_toy, {}
-
-    def other_weights(seed):
-        rows, targets, model = make_toy(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += rank
-        return rows, targets, model
-
-    def wrap(model):
-        wanted = lesson.gather_from_ranks(_flat(model.parameters()))[0]
+def examine_my_ddp(rank, world_size, attempt, steps):
+    """Wrap the toy, with other parameters on each rank; return what went wrong, or None."""
+    rows, targets, first = lesson.make_toy(seed=0)
+    model = lesson.make_toy(seed=rank)[2]
+    mine = slice(rank, 96, world_size)
+    with patch.object(DistributedDataParallel, "__init__", refuse_the_library):
         replica = attempt(model)
-        if not isinstance(replica, nn.Module):
-            raise TypeError("the wrapper must return a model")
-        seen["start"] = (_flat(model.parameters()) - wanted).abs().max().item()
-        return replica
-
-    lesson.make_toy = other_weights  # for the rest of this process, which ends after the run
-    trained = lesson.train(rank, world_size, torch.device("cpu"), steps=8, wrap=wrap)
-    return seen | trained
-
-
-def _first_gradient(rank, world_size, attempt):
-    """Return how far the gradient is, after one backward(), from the mean of all ranks' own."""
-    rows, targets, model = lesson.make_toy(seed=1)
-    part, wanted = rows[rank::world_size], targets[rank::world_size]
-    alone = torch.autograd.grad(nn.functional.mse_loss(model(part), wanted), [*model.parameters()])
-    mean = lesson.gather_from_ranks(_flat(alone)).mean(dim=0)
-    replica = attempt(model)  # keep it: a DDP that is thrown away averages nothing
-    nn.functional.mse_loss(replica(part), wanted).backward()
-    gradient = _flat(parameter.grad for parameter in model.parameters())
-    return (gradient - mean).abs().max().item()
-
-
-def check(attempt, nproc=2):
-    """Return None if `attempt` is right on `nproc` ranks, else one sentence about the mistake.
-
-    The attempt wraps the toy in real processes, which start from different weights.
-    """
-    measured = run(_measure, nproc, attempt, deadline=60)
-    for rank, seen in enumerate(measured):
-        if seen["start"] != 0.0:
-            return f"after the wrapping, rank {rank} does not hold the parameters that rank 0 had"
-    for rank, off in enumerate(run(_first_gradient, nproc, attempt, deadline=60)):
-        if not off < 1e-12:
-            return f"after backward(), rank {rank}'s gradient is {off:.3g} away from the mean"
-    seen = measured[0]
-    if not seen["max_grad_diff"] < 1e-12:
-        return (
-            f"over 8 steps, a gradient is {seen['max_grad_diff']:.3g} away from the whole batch's"
+    problem = None
+    if not isinstance(replica, nn.Module):
+        problem = f"after the call, rank {rank} has a {type(replica).__name__}, not a model"
+    elif not torch.equal(vector(model), vector(first)):
+        problem = f"after the call, rank {rank} does not hold the parameters that rank 0 had"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, steps + 1):
+        if found := of_any_rank(problem):
+            return found
+        alone = torch.autograd.grad(
+            mse_loss(model(rows[mine]), targets[mine]), list(model.parameters())
         )
-    if max(seen["param_spread"]) > 1e-12:
-        return f"over 8 steps, the parameters drift apart by {max(seen['param_spread']):.3g}"
+        optimizer.zero_grad()
+        mse_loss(replica(rows[mine]), targets[mine]).backward()
+        wanted = mean_over_ranks(torch.cat([gradient.flatten() for gradient in alone]))
+        off = (lesson.gradient(model) - wanted).abs().max().item()
+        if not off < 1e-12:
+            problem = f"in step {step}, rank {rank}'s gradient is {off:.2g} away from the mean"
+        optimizer.step()
+    if not lesson.parameter_spread(model) < 1e-12:
+        problem = f"after {steps} steps, the ranks' parameters differ"
+    return of_any_rank(problem)
+
+
+def of_any_rank(problem):
+    """Return the first rank's problem, the same on all ranks, or None."""
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((found for found in problems if found), None)
+
+
+def vector(model):
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def mean_over_ranks(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def check_my_ddp(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    for nproc in (2, 3):
+        problem = run(examine_my_ddp, nproc, attempt, 4, deadline=20)[0]
+        if problem:
+            return f"with {nproc} ranks: {problem}"
     return None
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "rows_in_a_step": (check_rows_in_a_step, rows_in_a_step),
+    "megabytes_handed_in": (check_megabytes_handed_in, megabytes_handed_in),
+    "deal_and_train": (check_deal_and_train, deal_and_train),
+    "my_ddp": (check_my_ddp, my_ddp),
+}

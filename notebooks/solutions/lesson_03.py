@@ -1,61 +1,144 @@
-"""The exercise of lesson 03: the accuracy of all ranks, with every test image counted once."""
+"""Solutions of the tasks of lesson 03, and their checks."""
 
+import lesson_03_spawn_ddp as lesson
 import torch
 import torch.distributed as dist
-from nbtools import run
+from nbtools import RankFailed, run
+
+CPU = torch.device("cpu")
+
+# --- Task 1: predict ---
+
+images_dealt = 4 * -(-297 // 4)
 
 
-def solution(rank, world_size, model, test_set):
-    """Return the accuracy on `test_set`, the same number on every rank (claim C3)."""
-    part = test_set[rank::world_size]
-    right = sum(model(image) == label for image, label in part)
-    counts = torch.tensor([right, len(part)])
-    dist.all_reduce(counts)  # two integers from each rank; their sums come back to all
-    return counts[0].item() / counts[1].item()
+def check_images_dealt(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == images_dealt:
+        return None
+    return "every rank gets the same number of images, and none is left out"
+
+
+# --- Task 2: build ---
+
+
+def balanced_accuracy(rank, world_size, model, test_set):
+    """Return the balanced accuracy on the whole test set, the same number on every rank."""
+    counts = torch.zeros(2, 10, dtype=torch.int64)  # right answers and images of each class
+    for image, label in test_set[rank::world_size]:
+        counts[0, label] += model(image) == label
+        counts[1, label] += 1
+    dist.all_reduce(counts)  # 160 bytes from each rank
+    right, images = counts[:, counts[1] > 0]
+    return (right / images).mean().item()
 
 
 class Model:
-    """Answers with a digit, and remembers the images it was asked about."""
+    """Answers with a digit, and remembers the images that it was asked about."""
 
     def __init__(self):
         self.asked = []
 
     def __call__(self, image):
         self.asked.append(image)
-        return image % 10
+        return (image % 10 + (image % 7 == 0)) % 10  # wrong about every seventh image
 
 
-def make_test_set(images, wrong):
-    """Return [(image, label)]: the model is wrong about the first `wrong` of them only."""
-    return [(image, (image + (image < wrong)) % 10) for image in range(images)]
+def make_test_set(images):
+    """Return [(image, label)] in which the classes have different numbers of images."""
+    return [(image, image % 10) for image in range(images) if image % 10 < 4 or image % 3 == 0]
 
 
-def examine(rank, world_size, attempt, test_set):
+def examine_balanced_accuracy(rank, world_size, attempt, test_set):
     """Run the attempt on this rank; return what it returned, and which images it used."""
     model = Model()
     return attempt(rank, world_size, model, test_set), model.asked
 
 
-def check(attempt, nproc=2):
-    """Return None if the attempt is right, else one sentence about what is wrong."""
-    # Sizes that `nproc` does not divide, and one with fewer images than ranks.
-    for images, wrong in ((12 * nproc + 1, 5), (10 * nproc - 1, 3), (1, 0)):
-        test_set = make_test_set(images, wrong)
-        answers = run(examine, nproc, attempt, test_set, deadline=60)
-        place = f"with {images} images and {nproc} ranks"
-        asked = sorted(image for _, used in answers for image in used)
-        if asked != list(range(images)):
-            return f"{place} the model was asked {len(asked)} times: it needs each image once"
-        shares = [len(used) for _, used in answers]
-        if max(shares) - min(shares) > 1:
-            return f"{place} the shares are {shares}: they must differ by one image at most"
-        expected = (images - wrong) / images
-        for rank, (accuracy, _) in enumerate(answers):
-            if not isinstance(accuracy, (int, float, torch.Tensor)):
-                return f"{place} rank {rank} returned {type(accuracy).__name__}, not a number"
-            if abs(accuracy - expected) > 1e-6:
-                return (
-                    f"{place} rank {rank} returned {float(accuracy):.3f}, not {expected:.3f}: "
-                    "compare what you add up with what you divide by"
-                )
+def check_balanced_accuracy(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else what is wrong."""
+    for nproc in (2, 3):
+        for images in (97, 40, 2):  # the last: fewer images than ranks
+            test_set = make_test_set(images)
+            where = f"with {nproc} ranks and {len(test_set)} images"
+            try:
+                answers = run(examine_balanced_accuracy, nproc, attempt, test_set, deadline=20)
+            except RankFailed as error:
+                return f"{where}: {error}"
+            asked = sorted(image for _, used in answers for image in used)
+            if asked != [image for image, _ in test_set]:
+                return f"{where} the model was asked {len(asked)} times: it needs each image once"
+            shares = [len(used) for _, used in answers]
+            if max(shares) - min(shares) > 1:
+                return f"{where} the shares are {shares}: they must differ by one image at most"
+            problem = compare_scores([score for score, _ in answers], test_set)
+            if problem:
+                return f"{where} {problem}"
     return None
+
+
+def compare_scores(scores, test_set):
+    """Return what is wrong with the ranks' scores, or None."""
+    model, by_class = Model(), {}
+    for image, label in test_set:
+        by_class.setdefault(label, []).append(model(image) == label)
+    expected = sum(sum(right) / len(right) for right in by_class.values()) / len(by_class)
+    for rank, score in enumerate(scores):
+        if not isinstance(score, (int, float, torch.Tensor)):
+            return f"rank {rank} returned {type(score).__name__}, not a number"
+        if not abs(score - expected) < 1e-6:
+            return f"rank {rank} returned {float(score):.4f}, not {expected:.4f}"
+    return None
+
+
+# --- Task 3: repair ---
+
+
+def evaluate_on_rank_0(rank, world_size, model, test_set):
+    """Return the accuracy on rank 0, None on the others.
+
+    All ranks call `evaluate`, because there is a collective in it. Only one uses the result.
+    """
+    counts = lesson.evaluate(rank, world_size, CPU, model, test_set)
+    if rank == 0:
+        return lesson.accuracy(counts)
+    return None
+
+
+def examine_evaluate(rank, world_size, attempt):
+    """Run the attempt on this rank with an untrained model; count the images that it sees."""
+    model, seen = lesson.make_model(seed=3), []
+    model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    answer = attempt(rank, world_size, model, lesson.load_data()[1])
+    return answer, sum(seen)
+
+
+def check_evaluate_on_rank_0(attempt):
+    """Return None if the attempt ends and is right on 2 and 3 ranks, else what is wrong."""
+    for nproc in (2, 3):
+        try:
+            answers = run(examine_evaluate, nproc, attempt, deadline=20)
+        except RankFailed as error:
+            if "onnect" in str(error):  # "Connection closed by peer": the others have left
+                return (
+                    f"with {nproc} ranks: rank 0 waits in an all-reduce, and the others have left"
+                )
+            return f"with {nproc} ranks: {error}"
+        if sum(seen for _, seen in answers) != 297:
+            counted = sum(seen for _, seen in answers)
+            return f"with {nproc} ranks: {counted} images were evaluated, not 297"
+        expected = run(examine_evaluate, 1, evaluate_on_rank_0)[0][0]
+        accuracy, *others = [answer for answer, _ in answers]
+        if accuracy is None or not abs(accuracy - expected) < 1e-6:
+            return f"with {nproc} ranks: rank 0 returned {accuracy}, which is not the accuracy"
+        if any(other is not None for other in others):
+            return f"with {nproc} ranks: the other ranks must return None"
+    return None
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "images_dealt": (check_images_dealt, images_dealt),
+    "balanced_accuracy": (check_balanced_accuracy, balanced_accuracy),
+    "evaluate_on_rank_0": (check_evaluate_on_rank_0, evaluate_on_rank_0),
+}

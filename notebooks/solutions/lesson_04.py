@@ -43,8 +43,14 @@ def _examine(index, processes, attempt, path, world_size):
     return answer, total.item()
 
 
-def check(attempt, nproc=2):
-    """Return None if the attempt is right on `nproc` processes, else one sentence about it.
+def check(attempt, nprocs=(2, 3)):
+    """Return None if the attempt is right in a world of each size, else one sentence about it."""
+    problems = (_check_world(attempt, nproc) for nproc in nprocs)
+    return next((problem for problem in problems if problem), None)
+
+
+def _check_world(attempt, nproc):
+    """Return None if the attempt is right in a world of `nproc`, else one sentence about it.
 
     Real processes meet in a file, take their ranks with the attempt, and join. Then one process
     too many comes: it must be refused, and the others must not be disturbed.
@@ -69,3 +75,7 @@ def check(attempt, nproc=2):
             if processes == nproc and {total for _, total in answers} != {2**nproc - 1}:
                 return f"{place} they could not do an all-reduce together"
     return None
+
+
+# The task of the notebook: its check, and its solution.
+TASKS = {"take_rank": (check, solution)}

@@ -80,3 +80,7 @@ def check_towers(attempt, num_devices):
             f"no device: {type(error).__name__}, but a ValueError that names num_devices is needed"
         )
     return "no device: a ValueError that names num_devices is needed"
+
+
+# The task of the notebook: its check, and its solution.
+TASKS = {"split_rows": (check, solution)}

@@ -75,3 +75,7 @@ def check_ranks(attempt, nproc):
                 hint = f"it is {ratio:.3g} times the right one"
             return f"{place} the average of the gradients is not that of one process: {hint}"
     return None
+
+
+# The task of the notebook: its check, and its solution.
+TASKS = {"scale_loss": (check, solution)}

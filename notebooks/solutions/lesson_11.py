@@ -35,3 +35,7 @@ def check(attempt, most=16):
         if answer != wanted:
             return f"of {most} workers at most you take {answer}, best are {wanted}: {what}"
     return None
+
+
+# The task of the notebook: its check, and its solution.
+TASKS = {"best_number": (check, solution)}
