@@ -66,9 +66,7 @@ def be_rank(rank, func, nproc, args, folder):
     if nproc > 1:  # we are a process of our own
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_RANK=str(rank))
         torch.set_num_threads(max(1, torch.get_num_threads() // nproc))  # the ranks share the cores
-        mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: end when the launcher is killed
-        if os.getppid() != mp.parent_process().pid:
-            sys.exit("the launcher has gone")  # while we were importing
+        end_with_parent()
     store = dist.FileStore(str(Path(folder, "rendezvous")), nproc)
     rank, world_size, device = join_group(store=store)
     try:
@@ -84,6 +82,13 @@ def be_rank(rank, func, nproc, args, folder):
     dist.destroy_process_group()  # not in a `finally`: the others would fail before us
 
 
+def end_with_parent(*_):
+    """Make this process end when the process that started it ends or is killed (Linux)."""
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if os.getppid() != mp.parent_process().pid:
+        sys.exit(1)  # it has ended already, while we were importing
+
+
 def train(rank, world_size, device, data, model, steps, batch_size, seed=0, workers=0):
     """Train `model` on this rank's share of `data`; yield this rank's loss after every update.
 
@@ -92,7 +97,9 @@ def train(rank, world_size, device, data, model, steps, batch_size, seed=0, work
     """
     sampler = DistributedSampler(data, world_size, rank, seed=seed)
     share = batch_size // world_size
-    loader = DataLoader(data, share, sampler=sampler, num_workers=workers)
+    loader = DataLoader(
+        data, share, sampler=sampler, num_workers=workers, worker_init_fn=end_with_parent
+    )
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.01, steps)

@@ -41,16 +41,6 @@ def one_thread():
 # --- The whole script ---
 
 
-@pytest.mark.claim("C2", "C3")
-def test_default_run(default_run):
-    result = default_run(3).json
-    assert (result["world_size"], result["backend"], result["device"]) == (2, "gloo", "cpu")
-    assert result["accuracy"] >= 0.95 and result["images_evaluated"] == 297
-    assert result["param_spread"] == 0.0 < result["param_change"]
-    assert [len(losses) for losses in result["loss_per_rank"]] == [300, 300]
-    assert result["loss_last"] < result["loss_first"] / 10
-
-
 def test_main_fails_for_each_part_of_the_claim(capsys):
     right = torch.diag(torch.tensor([28] * 9 + [45]))  # 297 images
     good = {"backend": "gloo", "device": "cpu", "counts": right.tolist()}
@@ -131,22 +121,23 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(how, reason):
 
 
 JOB = """
-import os, signal, sys, time
+import signal, sys, time
 from pathlib import Path
 import lesson_03_spawn_ddp as lesson
-from torch.utils.data import DataLoader
 
-def wait(rank, world_size, device, mode):
+def work(rank, world_size, device, mode):
     if mode == "deaf":  # as a rank that waits for its neighbours inside C++ code
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    loader = iter(DataLoader(range(10**6), num_workers=mode == "workers" and 2))
-    next(loader)
+    data, workers = lesson.load_data()[0], 2 if mode == "workers" else 0
     Path(sys.argv[1], f"ready_{rank}").touch()
+    if mode == "workers":
+        for _ in lesson.train(rank, 2, device, data, lesson.make_model(), 10**6, 60, 0, workers):
+            pass
     time.sleep(1000)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as main() does
-    lesson.launch_job(wait, 2, sys.argv[2])
+    lesson.launch_job(work, 2, sys.argv[2])
 """
 
 
@@ -156,7 +147,7 @@ if __name__ == "__main__":
     [("plain", signal.SIGINT), ("workers", signal.SIGTERM), ("deaf", signal.SIGKILL)],
 )
 def test_a_launcher_that_ends_leaves_nobody_behind(tmp_path, mode, sign):
-    """Nor a data loader worker of a rank, nor a folder, if the launcher had time to clean up."""
+    """Nor a data loader worker that is still importing, nor a folder, if there was time for it."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "job.py").write_text(JOB)
     paths = {"PYTHONPATH": str(ROOT / "lessons"), "TMPDIR": str(tmp_path / "tmp")}
@@ -164,16 +155,18 @@ def test_a_launcher_that_ends_leaves_nobody_behind(tmp_path, mode, sign):
     options = {"env": {**ENVIRONMENT, **paths}, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(command, **options)
     family, end = [], time.monotonic() + 120
+    expected = 7 if mode == "workers" else 3  # two ranks and Python's resource tracker, workers
     try:
-        while len(list(tmp_path.glob("ready_*"))) < 2 and time.monotonic() < end:
+        while len(family) < expected or len(list(tmp_path.glob("ready_*"))) < 2:
+            assert time.monotonic() < end
             time.sleep(0.1)
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(family) >= (6 if mode == "workers" else 2)
+            family = psutil.Process(launcher.pid).children(recursive=True)
         launcher.send_signal(sign)
         assert launcher.wait(60) != 0
         assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-        left = [path.name for path in (tmp_path / "tmp").iterdir() if "pymp" not in path.name]
-        assert sign == signal.SIGKILL or left == []
+        left = [path.name for path in (tmp_path / "tmp").iterdir()]
+        ours = [name for name in left if not name.startswith(("pymp-", "torchinductor_"))]
+        assert sign == signal.SIGKILL or ours == []
     finally:
         for child in [launcher, *family]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -182,26 +175,6 @@ def test_a_launcher_that_ends_leaves_nobody_behind(tmp_path, mode, sign):
 
 
 # --- Training and evaluation ---
-
-
-def first_losses(rank, world_size):
-    train_set, _ = lesson.load_data()
-    training = lesson.train(rank, world_size, CPU, train_set, lesson.make_model(), 1, 60)
-    return next(training)
-
-
-def test_first_step_is_that_of_the_whole_batch():
-    train_set, _ = lesson.load_data()
-    model = lesson.make_model()
-
-    def loss_of(numbers):
-        images, labels = zip(*(train_set[number] for number in numbers), strict=True)
-        return nn.functional.cross_entropy(model(torch.stack(images)), torch.stack(labels)).item()
-
-    parts = [list(DistributedSampler(train_set, 2, rank, seed=0))[:30] for rank in (0, 1)]
-    measured = run(first_losses, 2)
-    assert measured == pytest.approx([loss_of(part) for part in parts], abs=1e-4)
-    assert sum(measured) / 2 == pytest.approx(loss_of(parts[0] + parts[1]), abs=1e-4)
 
 
 def order_of_epochs(rank, world_size):

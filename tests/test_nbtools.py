@@ -1,7 +1,6 @@
 """The tools of the notebooks do what the notebooks rely on."""
 
 import contextlib
-import inspect
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from nbtools import pictures
 from nbtools.events import record
-from nbtools.wire import Wire
 
 SANITIZE = nbtools.ROOT / "notebooks" / "nbtools" / "nbval_sanitize.cfg"
 
@@ -93,13 +91,6 @@ def test_values_come_back_by_rank(nproc):
     values = nbtools.run(rank_and_sum, nproc, 1)
     assert [value[:2] for value in values] == [(rank, nproc) for rank in range(nproc)]
     assert {value[2].item() for value in values} == {sum(range(1, nproc + 1))}
-
-
-def test_a_function_written_in_a_cell_works():
-    """A cell's function lives in __main__, and uses names that other cells have defined."""
-    cell = {"__name__": "__main__"}
-    exec("factor = 10\ndef work(rank, world_size, x):\n    return factor * rank + x", cell)
-    assert nbtools.run(cell["work"], 2, 5) == [5, 15]
 
 
 def test_ranks_may_leave_without_having_spoken():
@@ -193,26 +184,7 @@ def test_importing_nbtools_imports_no_framework():
     assert run.stdout == "set()\n", run.stderr
 
 
-# --- show, measured, judge ---
-
-
-def shorter(rank, world_size):
-    print(f"from {rank}")
-
-
-def test_show_is_the_source_to_the_letter():
-    text = nbtools.show(speak, shorter).data
-    assert text.startswith("```python\ndef speak(rank, world_size):\n")
-    assert "# the last rank speaks first" in text and text.count("def ") == 2
-
-
-def test_show_difference_has_all_lines_of_both():
-    before, *lines, after = nbtools.show_difference(speak, shorter).data.splitlines()
-    assert (before, after) == ("```diff", "```")
-    kept = [line[1:] for line in lines if line[0] in " +"]
-    gone = [line[1:] for line in lines if line[0] in " -"]
-    for function, shown in ((shorter, kept), (speak, gone)):
-        assert "\n".join(shown) == inspect.getsource(function).rstrip()
+# --- measured, judge ---
 
 
 @pytest.mark.parametrize(
@@ -251,33 +223,7 @@ def test_judge_never_raises_and_never_hangs():
     assert nbtools.judge(lambda attempt: attempt(), stub) == "not attempted"
 
 
-def fails_on_a_rank(attempt):
-    nbtools.run(attempt, 2, "raise")
-
-
-def test_judge_names_the_rank_that_failed():
-    verdict = nbtools.judge(fails_on_a_rank, fail_on_one)
-    assert verdict.startswith("not yet: rank 1: ValueError: no such digit")
-
-
-# --- Wire, record and the pictures ---
-
-
-def speak_on_the_wire(rank, world_size):
-    with Wire() as quiet:
-        torch.ones(3) + 1
-    with Wire() as wire:
-        dist.all_reduce(torch.ones(3, dtype=torch.float64))
-        dist.broadcast(torch.ones(2, 2, dtype=torch.int32), 0)
-    dist.barrier()  # outside: it is not written down
-    return quiet.calls, wire.calls, [str(call) for call in wire.calls]
-
-
-def test_wire_writes_down_the_collectives_inside_and_their_bytes():
-    for quiet, calls, texts in nbtools.run(speak_on_the_wire, 2):
-        assert quiet == []
-        assert calls == [("allreduce", "float64", 3, 24), ("broadcast", "int32", 4, 16)]
-        assert texts == ["allreduce of 3 float64 = 24 bytes", "broadcast of 4 int32 = 16 bytes"]
+# --- record and the pictures ---
 
 
 def test_free_ports_are_different_and_nobody_is_given_them():

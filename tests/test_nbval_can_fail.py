@@ -29,12 +29,6 @@ BREAKS = {
         "tensor.detach().to(device) for tensor in tensors}",
         "show(lesson.data_parallel, ",
     ),
-    "the last part is dropped": (
-        SCRIPT,
-        "return [part.to(device) for part",
-        "return [part.to(device)[: len(parts[-1])] for part",
-        "show(lesson.data_parallel, ",
-    ),
     "a number of the script": (SCRIPT, "lr=0.1", "lr=0.2", "show(lesson.train)"),
     "the launcher fails": ("scripts/lesson_01.sh", "set -euo pipefail", "exit 1", "launch(1,"),
 }

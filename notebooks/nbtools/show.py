@@ -2,15 +2,19 @@
 
 import difflib
 import inspect
+from pathlib import Path
 
 
-def show(*functions):
-    """Return the source of one or more functions or classes as Markdown.
+def show(*things):
+    """Return the source of one or more functions, classes or files (a Path) as Markdown.
 
     nbval compares it: when the script changes, the notebook turns red until it is executed again.
     """
-    sources = [inspect.getsource(function).rstrip() for function in functions]
-    return _code("python", "\n\n\n".join(sources))
+    return _code("python", "\n\n\n".join(map(_source, things)))
+
+
+def _source(thing):
+    return (thing.read_text() if isinstance(thing, Path) else inspect.getsource(thing)).rstrip()
 
 
 def show_difference(old, new):
@@ -18,8 +22,7 @@ def show_difference(old, new):
 
     Lines that begin with `-` go, lines that begin with `+` come; all other lines stay.
     """
-    before = inspect.getsource(old).rstrip().splitlines()
-    after = inspect.getsource(new).rstrip().splitlines()
+    before, after = _source(old).splitlines(), _source(new).splitlines()
     lines = difflib.unified_diff(before, after, n=len(before) + len(after), lineterm="")
     return _code("diff", "\n".join(list(lines)[3:]))  # without the names of files and the range
 
