@@ -102,9 +102,6 @@ def test_a_backend_that_can_not_work_is_refused(monkeypatch):
     assert lesson.refuse(batch_size=30, backend="nccl") is not None
 
 
-# --- Flags, and starting without a launcher ---
-
-
 BAD = {"--nproc 0": "--nproc", "--nproc two": "--nproc", "--nproc 65": "--nproc", "--nproc": "one"}
 BAD |= {"--launcher mpirun": "--launcher", "--steps 0": "--steps", "--backend mpi": "not mpi"}
 BAD |= {"--backend nccl": "needs a GPU"}  # the last three are answered by the lesson itself

@@ -117,7 +117,8 @@ def _label(axes, bars, start):
     for span, middle, height in bars:
         text = span.name if span.nbytes is None else readable_bytes(span.nbytes)
         room = (span.end - span.begin) / total * 105  # letters that fit into the bar
-        if span.kind == "wait" or len(text) > room or height < 0.5:
+        hidden = span.kind == "wait" and span.nbytes is not None  # it does not send them yet
+        if hidden or len(text) > room or height < 0.5:
             continue
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
         style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box}
