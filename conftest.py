@@ -3,14 +3,18 @@
 import contextlib
 import fcntl
 import importlib.util
+import ipaddress
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent
@@ -34,7 +38,9 @@ UNPROVEN = []
 
 
 class Finished(subprocess.CompletedProcess):
-    """A launcher that has ended."""
+    """A launcher that has ended. `open_ports`: where others could have reached it."""
+
+    open_ports = ()
 
     @property
     def json(self):
@@ -60,13 +66,28 @@ def start_lesson(number, *flags, cwd=ROOT, env=ENVIRONMENT, **options):
 
 def run_lesson(number, *flags, **options):
     """Run scripts/lesson_NN.sh to its end; return its exit code, stdout and stderr."""
-    process = start_lesson(number, *flags, **options)
+    return finish(start_lesson(number, *flags, **options))
+
+
+def finish(process):
+    """Wait for a launcher, at most 300 s; return its exit code, stdout and stderr."""
     try:
         stdout, stderr = process.communicate(timeout=300)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # after 300 s: also its ranks
+        process.terminate()  # its ranks end with it
     return Finished(process.args, process.returncode, stdout, stderr)
+
+
+def watch_ports(launcher, found):
+    """Add to `found` each address beyond this machine at which a process of a lesson listens."""
+    while launcher.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(launcher.pid).children(recursive=True):
+                for connection in process.net_connections("inet"):
+                    address = connection.laddr.ip if connection.status == "LISTEN" else "127.0.0.1"
+                    if not ipaddress.ip_address(address).is_loopback:
+                        found.add(f"{address} by {' '.join(process.cmdline())}")
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")
@@ -84,13 +105,19 @@ def default_run(tmp_path_factory):
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             known = file.read()
-            if known:
-                return Finished(*json.loads(known))
-            elsewhere = tmp_path_factory.mktemp("a folder with a space")
-            environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-            run = run_lesson(number, "--json", cwd=elsewhere, env=environment)
-            assert list(elsewhere.iterdir()) == [], "the lesson left files in the current folder"
-            json.dump([run.args, run.returncode, run.stdout, run.stderr], file)
+            if not known:
+                elsewhere = tmp_path_factory.mktemp("a folder with a space")
+                environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+                launcher = start_lesson(number, "--json", cwd=elsewhere, env=environment)
+                open_ports = set()
+                threading.Thread(target=watch_ports, args=(launcher, open_ports)).start()
+                run = finish(launcher)
+                assert list(elsewhere.iterdir()) == [], "the lesson left files in this folder"
+                known = json.dumps([[*vars(run).values()], sorted(open_ports)])
+                file.write(known)
+        values, open_ports = json.loads(known)
+        run = Finished(*values)
+        run.open_ports = open_ports
         return run
 
     return run_once
