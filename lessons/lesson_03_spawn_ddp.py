@@ -220,6 +220,14 @@ def report(result, counts, steps):
     print(f"macro F1 {macro_f1(counts):.3f}, from the same counts as the accuracy")
 
 
+def reason(error):
+    """Return the line that says what went wrong in a rank, from the error that mp.spawn raised."""
+    lines = str(error).strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[places[-1] + 1 :] if places else lines
+    return next(line for line in after if not line.startswith(" "))
+
+
 def refuse(nproc, batch_size, **others):
     """Return what is wrong with the flags, or None."""
     if batch_size < nproc:
@@ -239,8 +247,7 @@ def main(
     try:
         result = launch_job(measure, nproc, steps, batch_size, seed, workers)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        reason = str(error).strip()
-        sys.exit(f"{reason}\nrank {error.error_index} failed: {reason.splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {reason(error)}")
     counts = torch.tensor(result.pop("counts"))
     means = torch.tensor(result["loss_per_rank"]).mean(0).tolist()
     result |= {"lesson": 3, "world_size": nproc, "loss_first": means[0], "loss_last": means[-1]}

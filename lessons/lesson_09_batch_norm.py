@@ -308,6 +308,14 @@ def run(local_rank, func, cfg):
     dist.destroy_process_group()  # not in a `finally`: it would make the others fail first
 
 
+def reason(error):
+    """Return the line that says what went wrong in a rank, from the error that mp.spawn raised."""
+    lines = str(error).strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[places[-1] + 1 :] if places else lines
+    return next(line for line in after if not line.startswith(" "))
+
+
 def main(argv=None):
     """Run the lesson; return 0 if its claim holds, else 1."""
     parser = Arguments(__doc__, nproc=2, steps=20, batch_size=30)
@@ -317,7 +325,7 @@ def main(argv=None):
     try:
         result = launch_job(args, compare)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {reason(error)}")
     plain, sync = result["plain_diff"], result["sync_diff"]
     passed = sync < 1e-10 and result["ddp_diff"] < 1e-10 and (plain > 1e-3) == (args.nproc > 1)
     passed = passed and 0.0 < result["param_change"] < float("inf")

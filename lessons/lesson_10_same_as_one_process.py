@@ -307,6 +307,14 @@ def measure(cfg):
     }
 
 
+def reason(error):
+    """Return the line that says what went wrong in a rank, from the error that mp.spawn raised."""
+    lines = str(error).strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[places[-1] + 1 :] if places else lines
+    return next(line for line in after if not line.startswith(" "))
+
+
 def main(argv=None):
     """Run the lesson; return 0 if its claim holds, else 1."""
     parser = Arguments(__doc__, nproc=2, steps=12, batch_size=24)
@@ -318,7 +326,7 @@ def main(argv=None):
     try:
         result = launch_job(args, measure)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {reason(error)}")
     print(f"{args.nproc} ranks over {result['backend']} on {result['device']}", end=", ")
     print(f"{result['rows_per_step']} rows in a step; off by, if kept, and if removed:")
     for name, (kept, removed) in result["off"].items():

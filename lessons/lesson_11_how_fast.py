@@ -297,6 +297,14 @@ def run(local_rank, func, cfg):
     dist.destroy_process_group()  # not in a `finally`: it would make the others fail first
 
 
+def reason(error):
+    """Return the line that says what went wrong in a rank, from the error that mp.spawn raised."""
+    lines = str(error).strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[places[-1] + 1 :] if places else lines
+    return next(line for line in after if not line.startswith(" "))
+
+
 def main(argv=None):
     """Run the lesson; return 0 if its claim holds, else 1."""
     parser = Arguments(__doc__, nproc=4, steps=5, batch_size=512)
@@ -309,7 +317,7 @@ def main(argv=None):
     try:
         result = launch_job(args, measure)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nrank {error.error_index} failed: {str(error).strip().splitlines()[-1]}")
+        sys.exit(f"{error}\nrank {error.error_index} failed: {reason(error)}")
     print("\n".join(analyse(result, args)))
     print("PASS" if result["passed"] else "FAIL", "each gradient is that of one process", end=" ")
     worst = max(turn["difference"] for turn in result["turns"])

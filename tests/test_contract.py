@@ -131,7 +131,7 @@ def test_copied_blocks_are_equal_to_the_letter():
     """The frame of the second edition, and the blocks that lessons of the first edition share."""
     texts = {path.stem: path.read_text() for path in SCRIPTS.values()}
     texts["template"] = (ROOT / "templates" / "lesson_NN_slug.py").read_text()
-    shared = ["join_group", "start", "make_toy", "setup", "Arguments"]
+    shared = ["join_group", "start", "reason", "make_toy", "setup", "Arguments"]
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}

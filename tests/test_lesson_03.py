@@ -100,7 +100,7 @@ def test_launch_job_returns_what_rank_0_returned(nproc):
 
 def fail_on_rank_1(rank, world_size, device, how):
     if rank == 1 and how == "raise":
-        raise ValueError("no such digit")
+        raise ValueError("no such digit\nsecond line")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
