@@ -3,4 +3,4 @@
 #   bash scripts/lesson_07.sh [--nproc TOWERS] [other flags of the lesson; --help lists them]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" "$root/lessons/lesson_07_tf_make_parallel.py" "$@"
+exec "$python" "$root/scripts/start.py" "$root/lessons/lesson_07_tf_make_parallel.py" "$@"

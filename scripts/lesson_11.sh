@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 program=lessons/lesson_11_how_fast.py
 [[ " $* " != *" --report"* ]] || program=scripts/how_fast_report.py # it calls the lesson
-exec "$python" "$root/$program" "$@"
+exec "$python" "$root/scripts/start.py" "$root/$program" "$@"
