@@ -18,6 +18,7 @@ Output to expect on a CPU:
 """
 
 import argparse
+import importlib.util
 import inspect
 import json
 import os
@@ -314,4 +315,7 @@ def start(main, refuse=lambda **flags: None):
 
 
 if __name__ == "__main__":
+    if importlib.util.find_spec("sklearn") is None:  # load_data imports it, when the ranks run
+        print("error: needs scikit-learn: pip install scikit-learn", file=sys.stderr)
+        sys.exit(2)
     sys.exit(start(main, refuse))

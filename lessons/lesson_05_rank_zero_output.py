@@ -19,6 +19,7 @@ Output to expect on a CPU:
 import argparse
 import builtins
 import contextlib
+import importlib.util
 import io
 import json
 import logging
@@ -58,6 +59,11 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
+
+    def exit(self, status=0, message=""):
+        if len(message) > 300:  # it repeats a long value
+            message = f"{message[:200]} ... {message[-50:]}"
+        super().exit(status, message)
 
 
 def setup(backend=None, store=None):
@@ -204,6 +210,8 @@ def main(argv=None):
         parser.error("argument --batch-size: must be at least the number of ranks")
     if args.log_dir is not None and not os.access(os.path.join(args.log_dir, ""), os.W_OK):
         parser.error("argument --log-dir: must be a folder in which we may write")
+    if importlib.util.find_spec("tensorboard") is None:  # train imports it, when the ranks run
+        parser.error("needs tensorboard: pip install tensorboard")
     if args.check:
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if the launcher is killed, its ranks end too

@@ -56,6 +56,11 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
 
+    def exit(self, status=0, message=""):
+        if len(message) > 300:  # it repeats a long value
+            message = f"{message[:200]} ... {message[-50:]}"
+        super().exit(status, message)
+
 
 def setup(backend=None, store=None):
     """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).

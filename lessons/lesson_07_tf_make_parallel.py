@@ -54,6 +54,11 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
 
+    def exit(self, status=0, message=""):
+        if len(message) > 300:  # it repeats a long value
+            message = f"{message[:200]} ... {message[-50:]}"
+        super().exit(status, message)
+
 
 # --- The common problem: exactly the same in lessons 07 and 08; only Python and NumPy ---
 
@@ -260,10 +265,18 @@ def main(argv=None):
         parser.error(f"argument --data-dir: {error}")
     if args.batch_size > len(sentences):
         parser.error(f"argument --batch-size: there are only {len(sentences)} sentences")
-    if args.save and (args.save.is_dir() or not os.access(args.save.absolute().parent, os.W_OK)):
+    try:
+        taken = args.save and args.save.is_dir()
+    except OSError:  # the name is too long
+        taken = True
+    if taken or (args.save and not os.access(args.save.absolute().parent, os.W_OK)):
         parser.error(f"argument --save: can't write {args.save}")
+    try:
+        import_tensorflow()
+    except Exception as error:
+        broken = f"tensorflow is broken, its import ends with {type(error).__name__}"
+        parser.error(f"{broken}: pip install --force-reinstall tensorflow==2.21.0")
 
-    import_tensorflow()
     numbers = number_words(sentences)
     weights = initial_weights(args.seed, len(numbers))
     weights = {name: value.astype(args.dtype) for name, value in weights.items()}

@@ -60,6 +60,11 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
 
+    def exit(self, status=0, message=""):
+        if len(message) > 300:  # it repeats a long value
+            message = f"{message[:200]} ... {message[-50:]}"
+        super().exit(status, message)
+
 
 # --- The common problem: exactly the same in lessons 07 and 08; only Python and NumPy ---
 
@@ -306,7 +311,11 @@ def main(argv=None):
         parser.error(f"argument --batch-size: must be from --nproc, {args.nproc}, to {sentences}")
     if importlib.util.find_spec("paddle") is None:
         parser.error("needs paddlepaddle: pip install paddlepaddle==3.3.1")
-    import_paddle()
+    try:
+        import_paddle()
+    except Exception as error:
+        broken = f"paddlepaddle is broken, its import ends with {type(error).__name__}"
+        parser.error(f"{broken}: pip install --force-reinstall paddlepaddle==3.3.1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave each `with`: remove its folder
     n, gpu = args.nproc, get_places(args.nproc)[0].is_gpu_place()
     ours = train(args, get_places(n))

@@ -140,7 +140,7 @@ def main(argv):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--report", required=True)
     parser.add_argument("--json", action="store_true")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message[:300]}\n")
     args, others = parser.parse_known_args(argv)
     path = Path(args.report)
     try:
@@ -148,7 +148,7 @@ def main(argv):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise PermissionError(0, "it is not a file that can be written")
     except OSError as error:
-        parser.error(f"argument --report: {path}: {error.strerror}")
+        parser.error(f"argument --report: {error.strerror}: {path}")
     printed = io.StringIO()  # the lesson prints everything at its end
     try:
         with contextlib.redirect_stdout(printed):

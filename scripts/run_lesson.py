@@ -1,14 +1,15 @@
 """Run a lesson for its launcher: a failure or Ctrl-C costs one line, and nothing is left behind.
 
-    python scripts/run_lesson.py PROGRAM.py [--verbose] [flags of the program]
+    python scripts/run_lesson.py [torchrun.py] LESSON.py [--verbose] [--force] [flags of the lesson]
 
 There are two processes. The first one only watches. The second one runs the program, in a process
 group of its own: so Ctrl-C in a terminal reaches the first one alone, and not a rank in the middle
 of an import. The first one then asks the second to end (SIGTERM), and the second turns that into a
 SystemExit: every `finally` and every `with` is left, ranks are ended, folders are removed.
 
-Exit codes: the program's own; 1 if it raised an error; 130 after Ctrl-C; 143 after SIGTERM.
---verbose shows the whole traceback of an error.
+Exit codes: the program's own; 1 if it raised an error; 2 if a package or memory is missing; 130
+after Ctrl-C; 143 after SIGTERM. --verbose shows the whole traceback of an error; --force starts the
+lesson although the memory is not enough.
 
 Over gloo a rank listens at the address of the host's name, which others may reach. All ranks of a
 lesson are here, so gloo is told to use the loopback interface, if GLOO_SOCKET_IFNAME is not set.
@@ -23,6 +24,9 @@ import socket
 import subprocess
 import sys
 import traceback
+from pathlib import Path
+
+import needs
 
 PATIENCE = 10  # seconds for a lesson to clean up, before it is killed
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -103,8 +107,12 @@ def main():
     if arguments[0] == "--inside":
         return run(arguments[1], arguments[2:])
     if "--verbose" in arguments:
-        arguments.remove("--verbose")
         os.environ["LOCKSTEP_VERBOSE"] = "1"
+    lesson = arguments[0] if Path(arguments[0]).name != "torchrun.py" else arguments[1]
+    if problem := needs.problem(lesson, arguments):
+        print(problem, file=sys.stderr)
+        return 2
+    arguments = [flag for flag in arguments if flag not in ("--verbose", "--force")]
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

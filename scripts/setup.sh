@@ -6,24 +6,33 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-lockstep_python() { # prints the interpreter to use
+make_environment() { # a signal that reaches only this shell is handed on, so that no pip stays
+    "$1" "$root/scripts/environment.py" --make &
+    local installer=$! code=0
+    trap 'kill "$installer" 2>/dev/null; wait "$installer"' INT TERM HUP
+    wait "$installer" || code=$?
+    trap - INT TERM HUP
+    return "$code"
+}
+
+find_python() { # sets $python to the interpreter to use
     local candidate
     if [ -n "${LOCKSTEP_PYTHON:-}" ]; then
-        "$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null && return
+        python=$("$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null) && return
         echo "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is not a Python interpreter" >&2
         return 2
     fi
     # 1. The active environment, if it has the requirements.
     if python3 "$root/scripts/environment.py" --check 2>/dev/null; then
-        python3 -c 'import sys; print(sys.executable)'
+        python=$(python3 -c 'import sys; print(sys.executable)')
         return
     fi
     # 2. The .venv of this folder; `--make` returns at once when it is complete.
     for candidate in python3 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             "$candidate" -c 'import ensurepip' 2>/dev/null || continue
-            "$candidate" "$root/scripts/environment.py" --make || return
-            echo "$root/.venv/bin/python"
+            make_environment "$candidate" || return
+            python=$root/.venv/bin/python
             return
         fi
     done
@@ -31,7 +40,7 @@ lockstep_python() { # prints the interpreter to use
     return 2
 }
 
-python=$(lockstep_python) || exit $?
+find_python || exit
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     echo "ready: $python"
 fi
