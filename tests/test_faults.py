@@ -1,13 +1,16 @@
 """What the notebooks' tools say and leave behind when something goes wrong on a rank."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
 import nbtools
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +90,30 @@ def test_children_end_with_a_rank_that_has_ended(tmp_path):
     assert message_of(leave_a_child, 1, tmp_path, 3) == "rank 0: exit code 3"
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 3 and gone(pids)
+
+
+def lesson_processes(kernel):
+    """Return the torchrun and the ranks of lesson 02 that `kernel` has started."""
+    found = []
+    for process in psutil.Process(kernel.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "lesson_02_launch_ddp.py" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def test_a_launcher_and_its_ranks_end_when_the_kernel_is_killed():
+    program = f"import sys; sys.path.insert(0, {str(nbtools.ROOT / 'notebooks')!r}); import nbtools"
+    program += "; nbtools.launch(2, nproc=2, steps=999_999)"
+    kernel = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    pids = []
+    while len(pids) < 3:
+        assert kernel.poll() is None
+        time.sleep(0.1)
+        pids = lesson_processes(kernel)
+    kernel.kill()
+    assert gone(pids)
+    kernel.wait()
 
 
 def write_a_lot(rank, world_size):
