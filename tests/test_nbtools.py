@@ -70,8 +70,8 @@ def living_pids(folder, count):
 
 
 def gone(pids):
-    """Return whether all of these processes end within 10 s. A zombie has ended."""
-    deadline = time.monotonic() + 10
+    """Return whether all of these processes end within 30 s. A zombie has ended."""
+    deadline = time.monotonic() + 30
     while any(map(alive, pids)):
         if time.monotonic() > deadline:
             return False
@@ -117,7 +117,7 @@ def test_the_rank_that_failed_is_named_in_one_line(how, words):
 
 
 def test_deadline_ends_the_ranks_and_their_children(tmp_path):
-    with pytest.raises(nbtools.RankFailed, match="no answer after 8 s from rank 0, 1"):
+    with pytest.raises(nbtools.RankFailed, match="8 s: ranks 0 and 1 are in wait_for_ever, line"):
         nbtools.run(wait_for_ever, 2, tmp_path, deadline=8)
     assert gone(living_pids(tmp_path, 2))
 

@@ -1,24 +1,25 @@
 """Call a function in several real processes that have joined one process group."""
 
-import contextlib
 import multiprocessing
 import os
+import re
+import shlex
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import cloudpickle
+from nbtools import where
+from nbtools.failure import Failure, NotSent, describe, in_plain_words, pickle, unpickle
+from nbtools.group import process_group
+from nbtools.rank import rank_main
+from nbtools.stream import Stream
 
 
 class RankFailed(RuntimeError):
-    """One or more ranks raised, died, or did not finish. `details` has the ranks' tracebacks."""
+    """One or more ranks raised, died, or did not finish. `details` has a rank's traceback."""
 
     def __init__(self, message, details=""):
         super().__init__(message)
@@ -35,130 +36,148 @@ _context = multiprocessing.get_context("forkserver")
 ALWAYS = ["torch.distributed", "torch._dynamo", "cloudpickle"]
 IF_USED = ["sklearn.datasets", "tqdm"]
 
+PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
+
 
 def run(fn, nproc, *args, deadline=60):
     """Call `fn(rank, world_size, *args)` in `nproc` processes and return the values, by rank.
 
     The processes have joined one process group (gloo, on the CPU) before `fn` is called. `fn` may
-    be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks.
+    be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks;
+    of a stream of more than 200 kB only the first and the last 100 kB.
 
-    Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, or when the
-    ranks have not finished after `deadline` seconds. The ranks have ended in any case, and with a
-    rank that fails or is late, the processes that it has started.
+    Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, when the ranks
+    have not finished after `deadline` seconds (it says where each of them is), and when `fn`, its
+    arguments or a value can't be pickled. In any case the ranks have ended, and the processes that
+    they have started (unless those have left the ranks' process group).
     """
     if not isinstance(nproc, int) or not 1 <= nproc <= 64:
         raise ValueError(f"nproc must be a whole number from 1 to 64, not {nproc!r}")
+    try:
+        payload = pickle((fn, args, dict(os.environ)), "the function or one of its arguments")
+    except NotSent as error:
+        raise RankFailed(str(error)) from None
     _context.set_forkserver_preload(ALWAYS + [name for name in IF_USED if name in sys.modules])
-    payload = cloudpickle.dumps((fn, args, dict(os.environ)))
-    ranks, values, failures = [], {}, {}
+    ranks = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(nproc):
-                receiver, sender = _context.Pipe(duplex=False)
-                process = _context.Process(
-                    target=_rank_main, args=(rank, nproc, payload, folder, deadline, sender)
-                )
-                ranks.append((process, receiver))
-                process.start()
-                sender.close()
-            _collect(ranks, values, failures, time.monotonic() + deadline)
+            with process_group(f"rm -rf {shlex.quote(folder)}") as group:
+                for number in range(nproc):
+                    ranks.append(_Rank(number, folder))
+                    ranks[-1].start(nproc, payload, folder, deadline, group)
+                _collect(ranks, time.monotonic() + deadline)
+                failure = _find_failure(ranks, deadline)
         finally:
-            for process, _ in ranks:
-                _kill(process)
-            for rank in range(len(ranks)):
-                _print_output(folder, rank)
-        if failures:
-            # The first failure is the cause. The other ranks only lost their neighbour.
-            rank = min(failures, key=lambda rank: failures[rank][0])
-            raise RankFailed(f"rank {rank}: {failures[rank][1]}", failures[rank][2])
-    late = [str(rank) for rank in range(nproc) if rank not in values]
-    if late:
-        message = f"no answer after {deadline} s from rank {', '.join(late)}; all ranks were ended"
-        raise RankFailed(message)
-    return [values[rank] for rank in range(nproc)]
+            for rank in ranks:
+                rank.end()
+    if failure is not None:
+        raise failure
+    return [rank.value for rank in ranks]
 
 
-def _collect(ranks, values, failures, end):
-    """Fill `values` and `failures` until every rank has answered, one has failed, or time is up."""
-    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
-    while waiting and time.monotonic() < end:
-        for receiver in wait(list(waiting), max(0, end - time.monotonic())):
-            rank = waiting.pop(receiver)
+class _Rank:
+    """A rank, as the notebook's kernel sees it."""
+
+    def __init__(self, number, folder):
+        self.number = number
+        self.receiver, self.sender = _context.Pipe(duplex=False)
+        self.streams = [Stream(name, number, _context) for name in ("stdout", "stderr")]
+        self.stacks = Path(folder, f"stacks_{number}")
+        self.process = None
+        self.answered = False
+        self.value = None
+        self.failure = None
+
+    def start(self, nproc, payload, folder, deadline, group):
+        writers = [stream.writer for stream in self.streams]
+        arguments = (self.number, nproc, payload, folder, deadline, group, self.sender, writers)
+        self.process = _context.Process(target=rank_main, args=arguments)
+        self.process.start()
+        for end in (self.sender, *writers):
+            end.close()
+
+    def read_answer(self):
+        """Set `value` or `failure`; the rank has sent one of them, or is gone."""
+        self.answered = True
+        try:
+            answer = self.receiver.recv() if self.receiver.poll() else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            self.failure = self._describe_death()
+        elif isinstance(answer, Failure):
+            self.failure = answer
+        else:
             try:
-                kind, *content = cloudpickle.loads(receiver.recv_bytes())
-            except EOFError:  # the process is gone and has not said why
-                ranks[rank][0].join(5)
-                code = ranks[rank][0].exitcode or 0
-                cause = (
-                    f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                )
-                failures[rank] = (0.0, cause, "")  # time 0: nothing else can be the cause
-                continue
-            if kind == "value":
-                values[rank] = content[0]
-            else:
-                failures[rank] = content
-        if failures:  # allow the true cause a moment to arrive, then stop
-            end = min(end, time.monotonic() + 0.3)
+                self.value = unpickle(answer, "the value that it returned")
+            except NotSent as error:
+                self.failure = describe(error)
+
+    def _describe_death(self):
+        """Say what has ended this process, and where it was if it could write that down."""
+        self.process.join(5)
+        code = self.process.exitcode or 0
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        place = where.read_place(self.stacks)
+        stderr = self.streams[1]
+        stderr.read()
+        thrown = re.search(r"what\(\): *(.*)", (stderr.head + stderr.tail).decode(errors="replace"))
+        message = f": {cause}" + (f" {place}" if place else "")
+        message += f": {in_plain_words(thrown[1])}" if thrown else ""
+        return Failure(0.0, False, message)  # time 0: nothing else can be the cause
+
+    def end(self):
+        """Wait for the end of this process, and print what it has written."""
+        if self.process is not None and self.process.pid is not None:
+            self.process.join(1)
+            if self.process.is_alive():  # it had not yet joined the group that has been killed
+                self.process.kill()
+            self.process.join()
+        for stream in self.streams:
+            stream.close()
+        self.receiver.close()
+        self.sender.close()
 
 
-def _kill(process):
-    """End a rank and whatever it has started (the members of its process group)."""
-    if process.pid is None:
-        return
-    if process.is_alive():
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(process.pid, signal.SIGKILL)
-    process.join()
+def _collect(ranks, end):
+    """Read answers until every rank has answered, one has failed, or time is up."""
+    waiting = list(ranks)
+    while waiting and time.monotonic() < end:
+        streams = [stream for rank in ranks for stream in rank.streams if stream.open]
+        answers = [end for rank in waiting for end in (rank.receiver, rank.process.sentinel)]
+        ready = wait(streams + answers, max(0, end - time.monotonic()))
+        for stream in streams:
+            if stream in ready:
+                stream.read()
+        for rank in waiting:
+            if rank.receiver in ready or rank.process.sentinel in ready:
+                rank.read_answer()
+                if rank.failure is not None:  # allow the true cause a moment to arrive, then stop
+                    end = min(end, time.monotonic() + PATIENCE[rank.failure.secondary])
+        waiting = [rank for rank in waiting if not rank.answered]
 
 
-def _print_output(folder, rank):
-    """Print what a rank wrote, with its rank in front of each line."""
-    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        path = Path(folder, f"{name}_{rank}")
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            print(f"[rank {rank}] {line}", file=stream)
+def _find_failure(ranks, deadline):
+    """Return the exception that tells what has gone wrong, or None."""
+    waiting = [rank for rank in ranks if not rank.answered]
+    failed = [rank for rank in ranks if rank.failure is not None]
+    returned = [rank for rank in ranks if rank.answered and rank.failure is None]
+    if not failed and not waiting:
+        return None
+    states = {rank.number: ("had already returned",) * 2 for rank in returned}
+    if not failed:
+        return RankFailed(f"no answer after {deadline} s: {where.sentence(_ask(waiting) | states)}")
+    # The first failure is the cause. The other ranks only lost their neighbour.
+    first = min(failed, key=lambda rank: (rank.failure.secondary, rank.failure.time))
+    message = f"rank {first.number}{first.failure.message}"
+    if first.failure.secondary and returned:
+        message += f", because {where.sentence(states)}"
+        message += ": do all ranks call the same collectives, with tensors of the same size?"
+    elif first.failure.secondary and waiting:
+        message += f"; {where.sentence(_ask(waiting))}"
+    return RankFailed(message, first.failure.details)
 
 
-def _rank_main(rank, world_size, payload, folder, deadline, sender):
-    """Be one rank: join the group, call the function, send back its value or its error."""
-    os.setpgid(0, 0)  # a process group of our own, so that _kill gets our children as well
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook to handle
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    for number, name in ((1, "stdout"), (2, "stderr")):  # also what C++ code writes
-        os.dup2(os.open(Path(folder, f"{name}_{rank}"), os.O_WRONLY | os.O_CREAT), number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False))
-    try:
-        import torch
-        import torch.distributed as dist
-
-        fn, args, environment = cloudpickle.loads(payload)
-        os.environ.update(environment)  # the forkserver may be older than the notebook's changes
-        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
-        torch.seed()  # forks of one process would all draw the same "random" numbers
-        loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
-        if loopback:  # all ranks are here: do not depend on the host's name or network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
-        limit = timedelta(seconds=deadline)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
-        )
-        dist.barrier()  # a rank that left before all have met would break the meeting
-        answer = cloudpickle.dumps(("value", fn(rank, world_size, *args)))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        cause = f"{text} (in {frame.name}, line {frame.lineno})"
-        answer = cloudpickle.dumps(("error", time.monotonic(), cause, traceback.format_exc()))
-    sender.send_bytes(answer)
-
-
-def _leave_with_parent():
-    """End this process when the notebook's kernel is gone, however it ended."""
-    multiprocessing.parent_process().join()
-    os.killpg(0, signal.SIGKILL)
+def _ask(ranks):
+    states = where.ask([rank.process for rank in ranks], [rank.stacks for rank in ranks])
+    return {rank.number: state for rank, state in zip(ranks, states, strict=True)}

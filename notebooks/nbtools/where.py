@@ -1,0 +1,115 @@
+"""Where a rank is: the line of the reader's function, and what that function has called there."""
+
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+SIGNAL = signal.SIGUSR2
+NBTOOLS = str(Path(__file__).parent)
+LIBRARY = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+DECORATORS = {"wrapper", "decorate_context"}  # torch puts these between a call and the function
+
+
+class Place(NamedTuple):
+    """A line of the reader's function, and the library's function that it has called there."""
+
+    function: str
+    line: int
+    call: str = ""
+    collective: bool = False
+
+    def __str__(self):
+        if self.call:
+            return f"in {self.call} ({self.function}, line {self.line})"
+        return f"in {self.function}, line {self.line}"
+
+
+def listen(path):
+    """Let this process write its stacks to the file `path` when it gets SIGNAL, or aborts.
+
+    faulthandler can do that while C++ code runs, as in a collective; Python itself can't.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    faulthandler.enable(file)
+    faulthandler.register(SIGNAL, file)
+
+
+def find_place(frames):
+    """Return the innermost place in the reader's code, or None if the stack has none.
+
+    frames: (file, line, function), innermost first.
+    """
+    call, collective = "", False
+    for file, line, function in frames:
+        if file.startswith(NBTOOLS + "/rank.py"):  # it has called the reader's function
+            return None
+        if not _is_library(file):
+            return Place(function, line, call, collective)
+        if not function.startswith("_") and function not in DECORATORS:
+            call = function  # the outermost is the one that the reader knows
+            collective = "/torch/distributed/" in file
+    return None
+
+
+def _is_library(file):
+    if file.startswith("<") and not file.startswith(("<ipython-input", "<stdin>", "<string>")):
+        return True
+    return "/site-packages/" in file or file.startswith((NBTOOLS, *LIBRARY))
+
+
+def read_place(path):
+    """Return the place that a rank has written to `path`, or None."""
+    return find_place(_read_frames(path))
+
+
+def _read_frames(path):
+    """Return the frames of the main thread, innermost first."""
+    text = Path(path).read_text(errors="replace") if Path(path).exists() else ""
+    main_thread = text.rpartition("(most recent call first):")[2]  # it is written last
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
+    return [
+        (file.encode().decode("unicode_escape"), int(line), name) for file, line, name in frames
+    ]
+
+
+def ask(processes, paths):
+    """Ask ranks that still run where they are; return a state, as `sentence` takes it, for each."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, SIGNAL)
+    end = time.monotonic() + 2
+    return [_wait_for_state(path, end) for path in paths]
+
+
+def _wait_for_state(path, end):
+    frames = _read_frames(path)
+    while time.monotonic() < end and not (frames and frames[-1][2] == "<module>"):
+        time.sleep(0.01)  # the outermost frame is written last
+        frames = _read_frames(path)
+    place = find_place(frames)
+    if place is None and "_leave" in {function for _, _, function in frames}:
+        return "is sending its value", "are sending their values"
+    if place is None:
+        return "is still starting", "are still starting"
+    verbs = ("waits", "wait") if place.collective else ("is", "are")
+    return tuple(f"{verb} {place}" for verb in verbs)
+
+
+def sentence(states):
+    """Return "rank 0 is ...; ranks 1 and 2 wait ..." for {rank: (singular, plural)}."""
+    groups = {}
+    for rank, state in states.items():
+        groups.setdefault(state, []).append(str(rank))
+    parts = []
+    for (singular, plural), ranks in groups.items():
+        *first, last = ranks
+        if first:
+            parts.append(f"ranks {', '.join(first)} and {last} {plural}")
+        else:
+            parts.append(f"rank {last} {singular}")
+    return "; ".join(parts)
