@@ -16,8 +16,11 @@ from pathlib import Path
 
 from run_lesson import end_with_parent, reason, verbose
 
-# What gloo says to a rank whose neighbour has gone. It is a consequence, never the cause.
-LOST = re.compile("Connection closed by peer|Connection reset by peer|connectFullMesh|Broken pipe")
+# What gloo and the stores say to a rank whose neighbour has gone: a consequence, never the cause.
+LOST = re.compile(
+    "Connection (closed|reset) by peer|Connection refused|Connection was likely closed"
+    "|Broken pipe|Socket closed|connectFullMesh failed"
+)
 
 
 def write_end(text, lost=False):
