@@ -144,7 +144,7 @@ WRONG = {
         "forgets": (ForgetsTheBatchesBefore, "device 0 has seen"),
         "never divides": (NeverDivides, "are not those of rows / `largest`"),
         "nan": (ReturnsNan, "are not those of rows / `largest`"),
-        "for all replicas": (ForAllReplicas, "device 0 has seen"),
+        "for all replicas": (ForAllReplicas, "after call"),
     },
     "loss_inside_step": {
         "sum of the means": (weighted(lambda *_: 1), "the gradient is off"),
