@@ -17,6 +17,8 @@ Output to expect on a CPU:
 """
 
 import argparse
+import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -26,8 +28,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
+
+if __name__ == "__main__":  # torch reads it once: no C++ frames, each rank reports in one line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
 import torch.distributed as dist
@@ -73,14 +79,13 @@ def join(method, place, rank, world_size, timeout, backend="gloo"):
     `place` is host:port, or a path for "file". Raises what check_in and the library raise.
     """
     limit, who = timedelta(seconds=timeout), {"rank": rank, "world_size": world_size}
-    start, (host, _, port) = time.perf_counter(), place.rpartition(":")
+    start = time.perf_counter()
     if method == "file":
         store = dist.FileStore(place, world_size)
-    else:  # rank 0 listens. multi_tenant: in that process, init_process_group uses the port as well
-        options = {"wait_for_workers": False, "multi_tenant": True}
-        listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun
-        store = dist.TCPStore(host, int(port), world_size, listens, limit, **options)
-    check_in(dist.PrefixStore("check-in", store), rank, world_size, timeout)
+    else:
+        store = open_store(place, rank, world_size, timeout)
+    left = max(1, round(timeout - (time.perf_counter() - start)))
+    check_in(dist.PrefixStore("check-in", store), rank, world_size, left)
     here = time.perf_counter()
     if method == "env":  # rank, world size and address come from the environment
         dist.init_process_group(backend, init_method="env://", timeout=limit)
@@ -91,26 +96,104 @@ def join(method, place, rank, world_size, timeout, backend="gloo"):
     return here - start, time.perf_counter() - here
 
 
+def open_store(place, rank, world_size, timeout):
+    """Return the TCPStore at `place`, host:port. Raises OSError if rank 0 can't be reached there.
+
+    A store is for friends only: it has no password, and whoever reaches its port can read and
+    overwrite every key. By itself rank 0 would listen on all addresses of the machine. Where the
+    host is a loopback address, no other machine takes part, and we give it a socket that listens
+    there only.
+    """
+    host, port = host_and_port(place)
+    # multi_tenant: in that process, init_process_group uses the port as well.
+    options = {"wait_for_workers": False, "multi_tenant": True}
+    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun
+    if not listens:
+        wait_for_listener(host, port, timeout)
+    elif is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, port), family=family)
+        options["master_listen_fd"] = server.detach()  # from now on it is the store's
+    if is_loopback(host):
+        listen_on_loopback(os.environ)
+    return dist.TCPStore(host, port, world_size, listens, timedelta(seconds=timeout), **options)
+
+
+def host_and_port(place):
+    """Return ("::1", 29500) for "[::1]:29500"."""
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host):
+    """Return whether `host` says by itself that it is this machine: a name may differ elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_on_loopback(environment):
+    """Say at which interface gloo is to listen for the other ranks (E5), if nobody has said so."""
+    for loopback in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def wait_for_listener(host, port, timeout):
+    """Return when someone listens at host:port; raise TimeoutError after `timeout` seconds.
+
+    A TCPStore waits as well, but when its timeout is over it pauses and tries once more: 138 s for
+    60. In the end its C++ code writes forty lines.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                reason = f"failed to connect to {host}, port {port}, in {timeout} s ({error})"
+                raise TimeoutError(reason) from error
+        time.sleep(0.1)
+
+
 def check_in(store, rank, world_size, timeout):
     """Return when every rank is here once, with this world size; else raise RuntimeError (E9, E14).
 
-    Three small messages go to the store. The last one is answered when all ranks have come, or
-    after `timeout` seconds. The library has no such check: it only waits.
+    Small messages go to the store. Those that wait are answered when all ranks have come, or after
+    `timeout` seconds. The library has no such check: it only waits.
     """
     size = store.compare_set("world size", "", str(world_size)).decode()  # the first rank sets it
+    problem = ""
     if size != str(world_size):
-        raise RuntimeError(f"rank {rank} has world size {world_size}, the others have {size}")
-    if store.add(f"rank {rank}", 1) > 1:  # add is atomic: of two, one gets 1 and the other gets 2
-        raise RuntimeError(f"rank {rank} has already checked in at this place")
+        problem = f"rank {rank} has world size {world_size}, the others have {size}"
+    elif store.add(f"rank {rank}", 1) > 1:  # add is atomic: of two, one gets 1 and the other gets 2
+        problem = f"rank {rank} has already checked in at this place"
+    if problem:
+        store.compare_set("verdict", "", problem)
+        raise RuntimeError(problem)
+    came, saw = ([f"rank {r}{end}" for r in range(world_size)] for end in ("", " saw all"))
+    end = time.monotonic() + timeout
     try:
-        store.wait([f"rank {other}" for other in range(world_size)], timedelta(seconds=timeout))
+        store.wait(came, timedelta(seconds=timeout))
+        # In an old file, the mark of another rank may be a dead one's. Whoever is told that its own
+        # mark is there already leaves a verdict. So all say that they have seen all, and wait.
+        store.set(saw[rank], "")
+        if store.check(saw):
+            store.compare_set("verdict", "", "all are here")
+        store.wait(["verdict"], timedelta(seconds=max(1, end - time.monotonic())))
     except RuntimeError as error:
-        late = [str(r) for r in range(world_size) if not store.check([f"rank {r}"])]
+        marks = saw if store.check(came) else came
+        late = [str(r) for r in range(world_size) if not store.check([marks[r]])]
         raise RuntimeError(f"not here after {timeout} s: rank {', '.join(late)}") from error
+    verdict = store.get("verdict").decode()
+    if verdict != "all are here":
+        raise RuntimeError(verdict)
 
 
+PORT_TAKEN = "EADDRINUSE|ddress already in use"
 CAUSES = {  # what an error's text contains: what it means, and the cure
-    "EADDRINUSE": "Another process listens at this port. Take a free port for each job.",
+    PORT_TAKEN: "Another process listens at this port. Take a free port for each job.",
     "already checked in": "Two have this rank, or the file is old. Fix the rank; remove the file.",
     "connectFullMesh failed": "Old addresses, or one rank twice. Remove the file; fix the rank.",
     "has world size": "World sizes differ, or the file is old. Use one size; remove the file.",
@@ -145,8 +228,13 @@ def be_one_rank(args, method, place, rank, world_size):
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     report = {"rank": rank, "pid": os.getpid(), "backend": backend, "device": device.type}
+    # The library's limits are not ours: gloo waits for five times its timeout, a TCPStore for ever.
+    watch = threading.Timer(1.5 * TIMEOUT, give_up, [args, report])
+    watch.daemon = True
+    watch.start()
     try:
         seconds = join(method, place, rank, world_size, TIMEOUT, backend)
+        watch.cancel()
         report |= {"seconds": seconds, "rank": dist.get_rank(), "sums": []}
         for _ in range(args.steps):
             numbers = torch.full((args.batch_size,), rank + 1 + args.seed, device=device)
@@ -154,13 +242,29 @@ def be_one_rank(args, method, place, rank, world_size):
             report["sums"] = sorted({*report["sums"], *numbers.unique().tolist()})
         dist.destroy_process_group()
         text = f"PASS rank {rank} met all {world_size} by {method}: the sum is {report['sums'][0]}"
+        say(json.dumps(report) if args.json else text)
+        return 0
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        report |= {"error": f"{reason} {explain(reason)}".strip(), "time": time.time()}
-        text = f"FAIL rank {rank}: {report['error']}"
-    line = json.dumps(report) if args.json else text
-    print(f"{line}\n", end="", flush=True)  # one write: ranks may share a terminal
-    return int("error" in report)
+        watch.cancel()
+        return fail(args, report, error)
+
+
+def say(line):
+    """Print with one write: ranks may share a terminal."""
+    print(f"{line}\n", end="", flush=True)
+
+
+def fail(args, report, error):
+    """Say why this rank failed, and the cure; return 1."""
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    report |= {"error": f"{reason.rstrip('.')}. {explain(reason)}".strip(), "time": time.time()}
+    say(json.dumps(report) if args.json else f"FAIL rank {report['rank']}: {report['error']}")
+    return 1
+
+
+def give_up(args, report):
+    """End this rank, whose main thread waits in C++ code that no exception can reach."""
+    os._exit(fail(args, report, TimeoutError(f"Timed out waiting for {1.5 * TIMEOUT:g} s")))
 
 
 def start_by_hand(method, place, world_size, flags):
@@ -168,9 +272,8 @@ def start_by_hand(method, place, world_size, flags):
 
     Raises RuntimeError that names the rank which failed first. No process is left in any case.
     """
-    environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ  # no warnings before rank 0 is up
-    for loopback in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)  # all ranks are on this machine
+    environment = dict(os.environ)
+    listen_on_loopback(environment)  # all ranks are on this machine
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     options["preexec_fn"] = lambda: torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     ranks, codes, end = [], [None], time.monotonic() + 2 * TIMEOUT
@@ -179,7 +282,7 @@ def start_by_hand(method, place, world_size, flags):
             who = [f"--init={method}://{place}", f"--nproc={world_size}", f"--rank={rank}"]
             command = [sys.executable, os.path.abspath(__file__), *who, *flags]
             if method == "env":  # `env` sets variables, and then becomes the command that follows
-                values = zip(VARIABLES, (rank, world_size, *place.rsplit(":", 1)), strict=True)
+                values = zip(VARIABLES, (rank, world_size, *host_and_port(place)), strict=True)
                 command[2:5] = ["--init=env"]
                 command[:0] = ["env", *(f"{name}={value}" for name, value in values)]
             print(f"terminal {rank}: {shlex.join(command)}", flush=True)
@@ -193,6 +296,9 @@ def start_by_hand(method, place, world_size, flags):
         for process in ranks:
             process.kill()
         reports = [json.loads(process.communicate()[0] or "{}") for process in ranks]
+        if method == "file":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(place)  # ranks that were killed could not remove it
     failed = [(r.get("time", 0), n) for n, r in enumerate(reports) if codes[n] or "error" in r]
     if failed or None in codes:
         rank = min(failed)[1] if failed else codes.index(None)
@@ -214,14 +320,18 @@ def main(argv=None):
     (method, _, place), rank, size = args.init.partition("://"), args.rank, args.nproc
     if rank is None and args.init == "env" and "RANK" in os.environ:  # a scheduler, or your hand
         rank, size, *address = (os.environ.get(name, "") for name in VARIABLES)
-        if not (rank.isdecimal() and size.isdecimal()):
-            parser.error("--init env needs RANK and WORLD_SIZE as numbers, or neither of them")
-        rank, size, place = int(rank), int(size), ":".join(address)
-    found = re.fullmatch(r"(/([^?#]*/)?)[^/?#]+" if method == "file" else r"[^/]+:(\d+)", place)
+        if not (rank.isdecimal() and size.isdecimal() and all(address)):
+            missing = "WORLD_SIZE (a number), MASTER_ADDR and MASTER_PORT"
+            parser.error(f"RANK makes this one rank of a job: set {missing}, or unset RANK")
+        host, port = address
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        rank, size = int(rank), int(size)
     if method == "file":
+        found = re.fullmatch(r"(/([^?#]*/)?)[^/?#]+", place)
         usable = found and os.path.isdir(found[1]) and os.access(found[1], os.W_OK | os.X_OK)
     else:
-        usable = found and 0 < int(found[1]) < 65536
+        found = re.fullmatch(r"(\[[^][/]+\]|[^][/:]+):(\d+)", place)  # [::1]:29500, or host:29500
+        usable = found and 0 < int(found[2]) < 65536
     if method not in METHODS:
         parser.error(f"argument --init: must be {', '.join(METHODS)} or METHOD://PLACE")
     if args.rank is not None and method == "env":
@@ -230,6 +340,13 @@ def main(argv=None):
         parser.error(f"argument --rank: must be from 0 to {size - 1}")
     if (rank is not None or place) and not usable:
         parser.error(f"argument --init: nobody can meet at {place!r}")
+    if method == "file" and os.path.exists(place) and not os.path.isfile(place):
+        kind = "folder; name a file in it" if os.path.isdir(place) else "device; name a file"
+        parser.error(f"argument --init: {place!r} is a {kind}")
+    by_hand = "TORCHELASTIC_RUN_ID" not in os.environ and not args.json
+    if rank is not None and method == "env" and by_hand:
+        told = f"this is rank {rank} of {size}, as RANK and WORLD_SIZE say: it meets the others at"
+        print(f"{told} {place}; unset RANK to start all ranks here", file=sys.stderr)
     if rank is not None:
         return be_one_rank(args, method, place, rank, size)
     if method == "file" and os.path.exists(place):
@@ -244,7 +361,7 @@ def main(argv=None):
                 reports = start_by_hand(method, place or own, size, [*flags, "--json"])
                 break
             except RuntimeError as error:
-                if place or "EADDRINUSE" not in str(error) or not tries_left:
+                if place or not re.search(PORT_TAKEN, str(error)) or not tries_left:
                     sys.exit(str(error))  # one line on stderr, and exit code 1
     seen, sums = sorted(r["rank"] for r in reports), {s for r in reports for s in r["sums"]}
     facts = seen, sums, len({report["pid"] for report in reports})  # each in its own process

@@ -28,6 +28,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import warnings
 from datetime import timedelta
 
@@ -199,6 +200,19 @@ def train(rank, world_size, device, output, folder, steps=10, batch_size=30, see
     return losses
 
 
+@contextlib.contextmanager
+def one_line_if_the_disk_is_full(rank):
+    """Inside, an OSError ends this rank with one line and exit code 1."""
+    shown = threading.excepthook  # by TensorBoard's thread, whose error is raised here as well
+    threading.excepthook = lambda raised: None if raised.exc_type is OSError else shown(raised)
+    try:
+        yield
+    except OSError as error:
+        sys.exit(f"rank {rank}: can't write event files: {error}")
+    finally:
+        threading.excepthook = shown
+
+
 def main(argv=None):
     """Run the lesson; return 0 if its claim holds, else 1."""
     parser = Arguments(__doc__, steps=10, batch_size=30)
@@ -219,7 +233,8 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder below is removed
     (rank, world_size, device), flags = setup(), (args.steps, args.batch_size, args.seed)
     backend, everyone, lines, files = dist.get_backend(), [None] * world_size, {}, {}
-    with tempfile.TemporaryDirectory() if rank == 0 else contextlib.nullcontext() as scratch:
+    scratch_folder = tempfile.TemporaryDirectory() if rank == 0 else contextlib.nullcontext()
+    with one_line_if_the_disk_is_full(rank), scratch_folder as scratch:
         places = [scratch, rank or tempfile.mkdtemp(prefix="run_", dir=args.log_dir or scratch)]
         dist.broadcast_object_list(places)  # all ranks write where rank 0 says
         for mode in ("all", "rank0"):

@@ -16,10 +16,12 @@ Output to expect on a CPU:
 """
 
 import argparse
+import errno
 import fcntl
 import io
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -95,9 +97,16 @@ def on_cpu(item):
     return item.cpu() if isinstance(item, torch.Tensor) else item
 
 
+UNFINISHED = "lesson_06_unfinished.tmp"  # a name that nobody else uses: we remove this file
+
+
 def checkpoints(folder):
-    """Return the paths of the checkpoints in `folder`, the oldest first."""
-    return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith("step_")]
+    """Return the paths in `folder` that are named step_XXXXXXXX.pt, the oldest first.
+
+    No other file is ours: neither step_00000003_best.pt nor step_0.md is ever read or removed.
+    """
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step_[0-9]{8}\.pt", name)]
+    return [Path(folder, name) for name in sorted(names)]
 
 
 def save_atomically(state, folder, step, keep=2):
@@ -107,11 +116,14 @@ def save_atomically(state, folder, step, keep=2):
     """
     buffer = io.BytesIO()  # torch.save on a full disk raises "unexpected pos"; a write says why
     torch.save(state, buffer)
-    target, unfinished = Path(folder, f"step_{step:08}.pt"), Path(folder, "unfinished.tmp")
+    target, unfinished = Path(folder, f"step_{step:08}.pt"), Path(folder, UNFINISHED)
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, "it is not a file, and not replaced", target.name)
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)  # two jobs in one folder take turns; freed when we end
     try:
-        with open(unfinished, "wb") as file:  # not the name of a checkpoint: nobody will load it
+        unfinished.unlink(missing_ok=True)  # that of a job that was killed
+        with open(unfinished, "xb") as file:  # not the name of a checkpoint: nobody will load it
             file.write(buffer.getbuffer())
             file.flush()  # from Python to the operating system
             os.fsync(file.fileno())  # and to the disk: else the name could be there before the data
@@ -120,21 +132,29 @@ def save_atomically(state, folder, step, keep=2):
     finally:
         unfinished.unlink(missing_ok=True)  # after an error: give the space back
         os.close(handle)
-    for old in [path for path in checkpoints(folder) if path <= target][:-keep]:
+    files = [path for path in checkpoints(folder) if path.is_file()]
+    for old in [path for path in files if path <= target][:-keep]:
         old.unlink(missing_ok=True)  # last of all: only now is there something newer
     return buffer.tell()
 
 
-def load_latest(folder):
-    """Return the latest intact checkpoint, on the CPU (A15), or None; OSError if none is intact."""
-    complaints = []  # a line for each damaged file that is newer
+def load_latest(folder, part=None):
+    """Return the latest intact checkpoint, on the CPU (A15), or None; OSError if none is intact.
+
+    With `part`, a checkpoint that has no such part is another program's, and is not used either.
+    """
+    complaints = []  # a line for each newer one that is damaged, or is not ours
     for path in reversed(checkpoints(folder)):
         try:
+            if not path.is_file():  # to open a FIFO would be to wait for its writer
+                raise ValueError("it is not a file")
             if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
                 raise ValueError("a checksum is wrong")
             # map_location: else all ranks load to the one device that the file names, and fill it.
             # weights_only: tensors and plain containers; a file that carries code is refused.
             state = torch.load(path, map_location="cpu", weights_only=True)
+            if part is not None and part not in state:
+                raise ValueError("it is another program's")
             return state | {"complaints": complaints}
         except Exception as error:  # damage has many forms, and all mean: use the one before
             complaints.append(f"{path.name} can't be used: {error!r:.80}")
@@ -169,7 +189,7 @@ def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, d
     on_gpu = device.type == "cuda"  # dropout draws from the generator of its device
     generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
     now = {"seed": seed, "batch_size": batch_size, "step": 0, "epoch": 0, "rows": 0, "losses": []}
-    saved, written = load_latest(folder) if folder else None, 0
+    saved, written = load_latest(folder, "makers") if folder else None, 0
     if saved:
         now = {name: saved[name] for name in now}
         for name, part in parts.items():
@@ -208,11 +228,9 @@ def main(argv=None):
     if args.steps < 2 or args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--steps must be at least 2, --batch-size at least the number of ranks")
     try:
-        saved = None if args.checkpoints is None else load_latest(args.checkpoints)
+        saved = None if args.checkpoints is None else load_latest(args.checkpoints, "makers")
     except OSError as error:
         parser.error(f"argument --checkpoints: {error}")
-    if saved and "makers" not in saved:
-        parser.error(f"argument --checkpoints: no checkpoint of this lesson in {args.checkpoints}")
     if args.checkpoints and not os.access(args.checkpoints, os.W_OK | os.X_OK):
         parser.error(f"argument --checkpoints: can't write in {args.checkpoints}")
     made = saved and [saved[name] for name in ("seed", "batch_size", "step")]

@@ -250,6 +250,17 @@ def misplaced(ran):
     return [name for name in away if "ReadVariableOp" not in name]
 
 
+def save_whole(path, **arrays):
+    """Write `arrays` to `path`, an .npz file: all of it, or (OSError) what was there stays."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder: same disk
+    try:
+        with unfinished.open("xb") as file:
+            np.savez(file, **arrays)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def main(argv=None):
     """Run the lesson; return 0 if its claim holds, else 1."""
     parser = Arguments(__doc__, nproc=2, steps=100, batch_size=32)
@@ -299,12 +310,6 @@ def main(argv=None):
     same = diff < (1e-5 if args.dtype == "float32" else 1e-10)
     shared = len(many.variables) == len(one.variables) and set(devices) <= set(ops)
     passed = bool(same and shared and away == 0 and learned and np.isfinite(last))
-    if args.save:
-        results = {f"gradient_{name}": value for name, value in gradients.items()}
-        results |= {f"weight_{k}": v for k, v in many.session.run(many.variables).items()}
-        with args.save.open("wb") as file:
-            np.savez(file, loss=losses, **results)
-
     print(f"{args.nproc} towers in one process on {' '.join(devices)}; ", end="")
     print(f"variables: {len(many.variables)}, with one tower: {len(one.variables)}")
     counts = ", ".join(f"{device} {number}" for device, number in ops.items())
@@ -319,6 +324,14 @@ def main(argv=None):
         result |= {"ops_per_device": ops, "misplaced": away, "max_grad_diff": diff}
         result |= {"perplexity_first": first, "perplexity_last": last, "tokens_per_second": rate}
         print(json.dumps(result))
+    if args.save:  # last: a full disk shall not cost what was measured
+        arrays = {f"gradient_{name}": value for name, value in gradients.items()}
+        arrays |= {f"weight_{k}": v for k, v in many.session.run(many.variables).items()}
+        try:
+            save_whole(args.save, loss=losses, **arrays)
+        except OSError as error:
+            sys.stdout.flush()
+            sys.exit(f"can't write {args.save}: {error.strerror}")
     return 0 if passed else 1
 
 

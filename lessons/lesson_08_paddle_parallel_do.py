@@ -135,6 +135,16 @@ def initial_weights(seed, words, width=64):
 # --- New in this lesson ---
 
 
+def forget_other_jobs():
+    """Remove what a launcher or scheduler has told this process: our workers are another job.
+
+    Where PADDLE_TRAINERS_NUM is not 1, Paddle starts no worker; and workers read MASTER_PORT.
+    """
+    for name in [*os.environ]:
+        if name.startswith("PADDLE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+
+
 def import_paddle():
     """Import paddle, quietly. Not above: --help would have to wait for it."""
     global paddle
@@ -311,6 +321,7 @@ def main(argv=None):
         parser.error(f"argument --batch-size: must be from --nproc, {args.nproc}, to {sentences}")
     if importlib.util.find_spec("paddle") is None:
         parser.error("needs paddlepaddle: pip install paddlepaddle==3.3.1")
+    forget_other_jobs()
     try:
         import_paddle()
     except Exception as error:

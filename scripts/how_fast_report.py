@@ -9,6 +9,7 @@ import argparse
 import base64
 import contextlib
 import html
+import importlib.util
 import io
 import json
 import os
@@ -143,6 +144,8 @@ def main(argv):
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message[:300]}\n")
     args, others = parser.parse_known_args(argv)
     path = Path(args.report)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --report: needs matplotlib: pip install matplotlib")
     try:
         with tempfile.TemporaryFile(dir=path.parent):  # the folder is there, and takes a file
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
@@ -157,13 +160,15 @@ def main(argv):
         sys.stdout.write(printed.getvalue())
         raise
     *lines, numbers = printed.getvalue().splitlines()
+    print("\n".join([*lines, numbers] if args.json else lines), flush=True)  # before it can fail
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(make_page("\n".join(lines), json.loads(numbers)), encoding="utf-8")
         part.replace(path)
+    except OSError as error:
+        sys.exit(f"can't write {path}: {error.strerror}")
     finally:
         part.unlink(missing_ok=True)
-    print("\n".join([*lines, numbers] if args.json else lines))
     return code
 
 

@@ -238,6 +238,9 @@ def test_a_report_does_not_grow_with_the_steps(tmp_path):
         (["--init", "file://relative/path"], "--init"),
         (["--init", "file:///no/such/folder/file"], "--init"),
         (["--init", "file:///tmp/file#1"], "--init"),
+        (["--init", "file:///dev"], "'/dev' is a folder"),
+        (["--init", "file:///dev/null", "--rank", "0"], "'/dev/null' is a device"),
+        (["--init", "tcp://::1:29500"], "--init"),
         (["--init", "tcp://127.0.0.1:29500", "--rank", "2"], "--rank"),
         (["--init", "tcp://127.0.0.1:29500", "--rank", "-1"], "--rank"),
     ],
@@ -260,13 +263,15 @@ def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
     good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in good.items():
         monkeypatch.setenv(name, value)
-    assert quick_main(monkeypatch, capsys)[0] == 0
+    code, _, stderr = quick_main(monkeypatch, capsys)
+    assert code == 0 and re.fullmatch("this is rank 0 of 2, .*; unset RANK to start .*\n", stderr)
     for name, bad in [*((name, "") for name in good), ("WORLD_SIZE", "two"), ("MASTER_PORT", "x")]:
         with monkeypatch.context() as patch:
             patch.setenv(name, bad)
             code, stdout, stderr = quick_main(monkeypatch, capsys)
         assert (code, stdout) == (2, ""), (name, bad)
         assert len(stderr.splitlines()) == 1, (name, stderr)
+        assert bad or "makes this one rank of a job: set " in stderr
     monkeypatch.setenv("RANK", "2")  # there are 2: a rank that was started by hand says so
     assert quick_main(monkeypatch, capsys)[2].endswith("argument --rank: must be from 0 to 1\n")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # one terminal for all ranks: rank 0 speaks
@@ -358,6 +363,14 @@ def test_first_failure_ends_all_and_is_named(fake_ranks, monkeypatch, capsys, mo
     assert len(started) == 2 and None not in [process.poll() for process in started]
 
 
+def test_the_file_of_ranks_that_were_ended_is_removed(fake_ranks, tmp_path):
+    fake_ranks("right")
+    (tmp_path / "meeting").write_text("")
+    with pytest.raises(RuntimeError, match="rank 0 failed: exit code 1"):  # it finds no RANK
+        lesson.start_by_hand("file", str(tmp_path / "meeting"), 1, [])
+    assert not (tmp_path / "meeting").exists()
+
+
 @pytest.mark.claim("C9")
 def test_a_port_that_was_taken_in_the_meantime_is_replaced(monkeypatch, capsys):
     places = []
@@ -385,7 +398,7 @@ def test_a_fixed_port_that_is_taken_fails_with_a_cure(capsys):
         port = other_job.getsockname()[1]
         finished = run_lesson(4, "--init", f"tcp://127.0.0.1:{port}")
     assert finished.returncode == 1
-    assert re.match("rank 0 failed: .*EADDRINUSE.*", finished.stderr.splitlines()[-1])
+    assert re.match("rank 0 failed: .*Address already in use.*", finished.stderr.splitlines()[-1])
     assert finished.stderr.strip().endswith("Take a free port for each job.")
 
 
@@ -424,7 +437,9 @@ def test_who_connects_to_whom(method, tmp_path):
     port = place.rpartition(":")[2]
     ends = {pair: rank for rank, (_, _, linked) in enumerate(answers) for pair in linked}
     pairs = [(rank, ends[there, here], there) for (here, there), rank in ends.items()]
-    listeners = [listens for _, listens, _ in answers]
+    listeners = [{at.port for at in listens} for _, listens, _ in answers]
+    if method != "file":  # a file does not say on which machines the ranks are
+        assert {at.ip for _, listens, _ in answers for at in listens} == {"127.0.0.1"}
     calls = [(caller, called, at) for caller, called, at in pairs if at in listeners[called]]
     to_store = sorted((caller, called) for caller, called, at in calls if str(at) == port)
     mesh = sorted(tuple(sorted(call[:2])) for call in calls if str(call[2]) != port)
@@ -443,7 +458,7 @@ def look_at_connections(rank, world_size, method, place):
     total = add_up(rank)
     found = psutil.Process().net_connections("tcp")
     dist.barrier()
-    listens = {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN}
+    listens = {c.laddr for c in found if c.status == psutil.CONN_LISTEN}
     return total, listens, [(c.laddr.port, c.raddr.port) for c in found if c.raddr]
 
 
@@ -734,6 +749,52 @@ def test_join_names_a_wrong_rank_in_real_processes(tmp_path, method, changes, sa
 def test_join_names_a_rank_that_never_comes():
     (answer,) = run(join_by, 1, "tcp", f"127.0.0.1:{free_ports(1)[0]}", {0: (0, 3)}, 2, deadline=40)
     assert "not here after 2 s: rank 1, 2" in answer
+
+
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="there is no IPv6 here")
+def test_join_takes_an_address_of_ipv6():
+    assert run(join_by, 2, "tcp", f"[::1]:{free_ports(1)[0]}") == [3, 3]
+
+
+def test_without_rank_0_the_lesson_s_own_limit_holds():
+    """A TCPStore would try once more, and say "The client socket has timed out"."""
+    (answer,) = run(join_by, 1, "tcp", f"127.0.0.1:{free_ports(1)[0]}", {0: (1, 2)}, 1, deadline=60)
+    assert answer.startswith("TimeoutError: failed to connect to 127.0.0.1")
+    assert lesson.explain(answer).startswith("Rank 0 does not listen there.")
+
+
+def test_a_place_that_accepts_and_says_nothing_costs_one_line():
+    """A TCPStore waits for its answer without any limit."""
+    limited = "import lesson_04_init_methods as lesson; lesson.TIMEOUT = 2; lesson.main()"
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        place = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        finished = subprocess.run(
+            [sys.executable, "-c", limited, "--init", place, "--rank", "1"],
+            env=ENVIRONMENT | {"PYTHONPATH": str(SCRIPT.parent)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert (finished.returncode, finished.stderr) == (1, "")
+    cure = "Another rank has left, or does not answer. Look at its error."
+    assert finished.stdout == f"FAIL rank 1: TimeoutError: Timed out waiting for 3 s. {cure}\n"
+
+
+def test_a_mark_that_a_dead_rank_left_ends_the_wait_of_all():
+    """Rank 0 is alone with it at first, and takes it for a rank that has come."""
+    store = dist.HashStore()
+    store.set("world size", "2")
+    store.add("rank 1", 1)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(try_check_in, store, 0, 2, 60)
+        store.wait(["rank 0 saw all"], timedelta(seconds=30))
+        answers = [try_check_in(store, 1, 2, 60), first.result(timeout=30)]
+    assert answers == ["rank 1 has already checked in at this place"] * 2
 
 
 def join_and_die(rank, world_size, path):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Finished
+from conftest import ENVIRONMENT, ROOT, Finished
 from nbtools import run
 from nbtools.wire import Wire
 from torch import nn
@@ -303,6 +304,28 @@ def test_check_starts_nothing(monkeypatch, capsys, tmp_path):
 
 
 # --- Numbers ---
+
+
+def test_a_full_disk_costs_one_line(tmp_path):
+    """A limit on the size of a file plays the full disk; it is inherited by the shell's child."""
+    flags = ["--steps", "500", "--log-dir", str(tmp_path)]
+    command = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"', sys.executable, lesson.__file__, *flags]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1
+    assert run.stderr == "rank 0: can't write event files: [Errno 27] File too large\n"
+
+
+def test_an_error_of_tensorboards_thread_is_told_once(capsys):
+    def on_a_full_disk():
+        raise OSError(28, "No space left on device")
+
+    said = "can't write event files: .* No space left"
+    with pytest.raises(SystemExit, match=said), lesson.one_line_if_the_disk_is_full(0):
+        thread = threading.Thread(target=on_a_full_disk)
+        thread.start()
+        thread.join()
+        on_a_full_disk()
+    assert capsys.readouterr().err == ""
 
 
 def train_quietly(rank, world_size, output="rank0", folder=None, *args):

@@ -136,8 +136,8 @@ FORGET = {
 def train_forgetful(rank, world_size, folder, forget):
     load = lesson.load_latest
 
-    def load_less(folder):
-        state = load(folder)
+    def load_less(*args):
+        state = load(*args)
         forget(state)
         return state
 
@@ -531,11 +531,11 @@ def test_thirty_kills_in_constant_saving_lose_nothing(tmp_path):
         assert state["step"] <= told + 1
         assert torch.equal(state["tensor"], torch.full((500_000,), float(state["step"])))
         assert 1 <= len(names(tmp_path)) <= 3  # a third: killed before removal
-        unfinished += (tmp_path / "unfinished.tmp").exists()
+        unfinished += (tmp_path / lesson.UNFINISHED).exists()
         last = state["step"]
     assert unfinished > 0  # kills did hit the middle of a save, or the test would show nothing
     lesson.save_atomically({"step": last + 1}, tmp_path, last + 1)
-    assert len(names(tmp_path)) == 2 and not (tmp_path / "unfinished.tmp").exists()
+    assert len(names(tmp_path)) == 2 and not (tmp_path / lesson.UNFINISHED).exists()
 
 
 def killed_at_random(rank, world_size, folder, steps, delay):
@@ -617,6 +617,28 @@ def test_newer_damaged_file_does_not_cost_a_good_one(tmp_path):
     assert lesson.load_latest(tmp_path)["step"] == 3
 
 
+def test_what_others_keep_in_the_folder_is_neither_used_nor_lost(folder, whole):
+    """Names that only look like ours, a FIFO, a device, and a file of another program."""
+    others = ["step_00000003_best.pt", "step_0.md", "step_9.pt", "unfinished.tmp"]
+    for name in others:
+        (folder / name).write_text(f"this is {name}")
+    torch.save({"weights": torch.ones(3)}, folder / "step_00000020.pt")
+    os.mkfifo(folder / "step_00000021.pt")
+    (folder / "step_00000022.pt").symlink_to("/dev/zero")
+    (folder / "step_00000001.pt").mkdir()
+    (folder / lesson.UNFINISHED).symlink_to(folder / "step_0.md")  # ours goes, its target stays
+    resumed = train(2, 12, folder)
+    assert resumed[0]["saved"]["step"] == 5 and difference(resumed[0], whole[2][0]) == 0.0
+    lines = resumed[0]["saved"]["complaints"]
+    assert [line[:16] for line in lines] == [f"step_000000{n}.pt" for n in (22, 21, 20)]
+    assert "not a file" in lines[0] and "another program" in lines[2]
+    assert [(folder / name).read_text() for name in others] == [f"this is {n}" for n in others]
+    ours = [f"step_000000{n:02}.pt" for n in (1, 11, 12, 20, 21, 22)]
+    assert sorted(os.listdir(folder)) == sorted([*ours, *others])
+    with pytest.raises(FileExistsError, match=r"not a file.*step_00000021"):
+        lesson.save_atomically({"step": 21}, folder, 21)
+
+
 def test_if_all_are_damaged_it_says_so(folder):
     for path in lesson.checkpoints(folder):
         path.write_text("damaged")
@@ -648,8 +670,8 @@ def test_data_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         calls.clear()
         lesson.save_atomically({"step": step}, tmp_path, step)
-    rename = "rename unfinished.tmp step_00000003.pt"
-    assert [call for call in calls if "unfinished.tmp" not in call or call == rename] == [
+    rename = f"rename {lesson.UNFINISHED} step_00000003.pt"
+    assert [call for call in calls if lesson.UNFINISHED not in call or call == rename] == [
         "fsync file",
         rename,
         "fsync folder",
@@ -682,7 +704,7 @@ def test_full_disk_is_an_error_and_the_old_checkpoint_is_intact(folder, room):
     assert names(folder) == ["step_00000006.pt", "step_00000007.pt"]
     state = lesson.load_latest(folder)
     assert (state["step"], state["complaints"]) == (7, [])
-    assert not (folder / "unfinished.tmp").exists()
+    assert not (folder / lesson.UNFINISHED).exists()
 
 
 def full_disk_on_two(rank, world_size, folder):
@@ -893,7 +915,7 @@ def test_two_jobs_in_one_folder_damage_nothing(tmp_path):
     state = lesson.load_latest(tmp_path)
     assert (state["step"], state["complaints"]) == (119, [])
     assert 2 <= len(names(tmp_path)) <= 3  # a third: the older job was the last to remove
-    assert not (tmp_path / "unfinished.tmp").exists()
+    assert not (tmp_path / lesson.UNFINISHED).exists()
 
 
 def test_no_bits_are_promised_once_the_number_of_ranks_has_changed(tmp_path):

@@ -431,6 +431,18 @@ def test_without_tensorflow_it_says_what_to_install(no_framework, monkeypatch, c
     assert len(stderr.splitlines()) == 1
 
 
+def test_on_a_full_disk_the_results_come_first_and_then_one_line(tmp_path):
+    """A limit on the size of a file plays the full disk; it is inherited by the shell's child."""
+    path = tmp_path / "x.npz"
+    path.write_text("of last week")
+    flags = ["--steps", "2", "--batch-size", "4", "--save", str(path)]
+    command = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"', sys.executable, lesson.__file__, *flags]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and run.stdout.splitlines()[-1].startswith("PASS ")
+    assert run.stderr == f"can't write {path}: File too large\n"
+    assert path.read_text() == "of last week" and [*tmp_path.iterdir()] == [path]
+
+
 def test_claim_that_is_false_fails(facts):
     assert facts["verdicts"] == {
         "all is well": [0, "PASS"],

@@ -17,12 +17,16 @@ import lesson_08_paddle_parallel_do as lesson
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT, Finished, start_lesson
+from conftest import ENVIRONMENT, ROOT, Finished, start_lesson
 
 DEADLINE = 200  # seconds, for what takes twenty
 LESSON_07 = ROOT / "lessons" / "lesson_07_tf_make_parallel.py"
 WEIGHTS = ["embedding", "kernel_1", "bias_1", "kernel_2", "bias_2", "softmax_kernel"]
 WEIGHTS += ["softmax_bias"]
+# What a launcher or a scheduler may have told the shell; the addresses are nobody's.
+ANOTHER_JOB = ENVIRONMENT | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+ANOTHER_JOB |= {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "8", "PADDLE_NNODES": "4"}
+ANOTHER_JOB |= {"PADDLE_TRAINER_ENDPOINTS": "192.0.2.1:1", "PADDLE_MASTER": "192.0.2.1:1"}
 
 
 # --- What the other processes do. `lesson` is imported there, too. ---
@@ -181,7 +185,9 @@ def started(tmp_path_factory):
     """Start all processes at once: {name: process}; end them afterwards."""
     folder = tmp_path_factory.mktemp("with spaces in it")
     processes = {
-        "float64": start_lesson(8, "--json", "--nproc", 3, "--steps", 2, "--dtype", "float64"),
+        "float64": start_lesson(
+            8, "--json", "--nproc", 3, "--steps", 2, "--dtype", "float64", env=ANOTHER_JOB
+        ),
         "measure": start(folder, "measure", MEASURE),
         "raise": start(folder, "raise", FAIL, "raise", "9999"),
         "kill": start(folder, "kill", FAIL, "kill", "9999"),
@@ -286,7 +292,7 @@ def test_paddle_and_tensorflow_agree_in_float32(default):
 
 @pytest.mark.needs("paddle", "tensorflow")
 @pytest.mark.claim("D13")
-def test_paddle_and_tensorflow_agree_in_float64(started):
+def test_paddle_and_tensorflow_agree_in_float64_whatever_another_job_has_exported(started):
     run = finished(started, "float64")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.json["passed"] is True and run.json["world_size"] == 3
@@ -320,6 +326,13 @@ def test_missing_paddle_costs_one_line(monkeypatch, capsys):
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert re.search(r"needs paddlepaddle: pip install paddlepaddle==[\d.]+\n$", said)
+
+
+def test_variables_of_another_job_are_forgotten(monkeypatch):
+    for name, value in ANOTHER_JOB.items():
+        monkeypatch.setenv(name, value)
+    lesson.forget_other_jobs()
+    assert not [name for name in os.environ if name.startswith(("PADDLE_", "MASTER_"))]
 
 
 # --- The verdict of main, with made-up measurements ---

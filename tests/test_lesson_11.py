@@ -688,6 +688,33 @@ def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_prog
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
 
 
+def test_on_a_full_disk_the_results_come_first_and_then_one_line(
+    monkeypatch, tmp_path, report_program, capsys
+):
+    def full_disk(path, text, encoding):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    result = make_up_result(nproc=2)
+    monkeypatch.setattr(report_program.lesson, "launch_job", lambda *_: copy.deepcopy(result))
+    monkeypatch.setattr(report_program.Path, "write_text", full_disk)
+    with pytest.raises(SystemExit, match=r"can't write .*r.html: No space left on device$"):
+        report_program.main(["--report", str(tmp_path / "r.html"), "--nproc", "2"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_without_matplotlib_a_report_costs_one_line(monkeypatch, tmp_path, report_program, capsys):
+    monkeypatch.setattr(report_program.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_program.lesson, "main", None)  # calling it would be a TypeError
+    with pytest.raises(SystemExit) as exit_:
+        report_program.main(["--report", str(tmp_path / "r.html")])
+    stdout, stderr = capsys.readouterr()
+    assert (exit_.value.code, stdout) == (2, "")
+    assert stderr.endswith("needs matplotlib: pip install matplotlib\n")
+    assert len(stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("place", ["missing/r.html", "a folder", "not writable", "a pipe"])
 def test_a_report_that_cannot_be_written_costs_one_line(
     monkeypatch, capsys, tmp_path, report_program, place
