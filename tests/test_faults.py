@@ -1,6 +1,5 @@
 """What the notebooks' tools say and leave behind when something goes wrong on a rank."""
 
-import contextlib
 import os
 import re
 import signal
@@ -10,11 +9,10 @@ import threading
 import time
 
 import nbtools
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_nbtools import gone
+from test_nbtools import gone, living_pids
 
 
 def message_of(fn, nproc, *args, deadline=60):
@@ -45,12 +43,12 @@ def skip(rank, world_size):
         dist.barrier()
 
 
-def die_late(rank, world_size):
+def fail_late(rank, world_size):
     if rank:
         dist.barrier()
     dist.destroy_process_group()  # now the others lose their connection to rank 0 ...
     time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)  # ... and only later it is seen why
+    raise ValueError("the cause")  # ... and only later it is seen why
 
 
 def two_sizes(rank, world_size):
@@ -68,7 +66,7 @@ MISMATCH = (
     [
         (skip, 2, LOST),
         (skip, 3, LOST),
-        (die_late, 3, "rank 0: killed by SIGK"),
+        (fail_late, 3, "rank 0: ValueError: the cause"),
         (two_sizes, 2, MISMATCH),
     ],
 )
@@ -92,28 +90,31 @@ def test_children_end_with_a_rank_that_has_ended(tmp_path):
     assert len(pids) == 3 and gone(pids)
 
 
-def lesson_processes(kernel):
-    """Return the torchrun and the ranks of lesson 02 that `kernel` has started."""
-    found = []
-    for process in psutil.Process(kernel.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "lesson_02_launch_ddp.py" in " ".join(process.cmdline()):
-                found.append(process.pid)
-    return found
+LAUNCHER = """
+set -m  # as with torchrun, the rank is not in the launcher's process group
+sleep 600 &
+trap 'kill $!; exit' TERM
+echo $$ $! > "${0%/scripts/*}/pids_0"
+wait
+"""
 
 
-def test_a_launcher_and_its_ranks_end_when_the_kernel_is_killed():
-    program = f"import sys; sys.path.insert(0, {str(nbtools.ROOT / 'notebooks')!r}); import nbtools"
-    program += "; nbtools.launch(2, nproc=2, steps=999_999)"
-    kernel = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    pids = []
-    while len(pids) < 3:
-        assert kernel.poll() is None
-        time.sleep(0.1)
-        pids = lesson_processes(kernel)
-    kernel.kill()
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_a_launcher_ends_its_ranks_when_the_kernel_ends(tmp_path, signal_number):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "lesson_99.sh").write_text(LAUNCHER)
+    program = f"""
+import pathlib, sys
+sys.path.insert(0, {str(nbtools.ROOT / "notebooks")!r})
+import nbtools
+sys.modules["nbtools.launch"].ROOT = pathlib.Path(sys.argv[1])
+nbtools.launch(99)"""
+    command = [sys.executable, "-c", program, tmp_path]
+    kernel = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    pids = living_pids(tmp_path, 1)
+    kernel.send_signal(signal_number)
+    assert kernel.wait(60) != 0
     assert gone(pids)
-    kernel.wait()
 
 
 def write_a_lot(rank, world_size):

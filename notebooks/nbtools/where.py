@@ -82,7 +82,7 @@ def ask(processes, paths):
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, SIGNAL)
-    end = time.monotonic() + 2
+    end = time.monotonic() + 5
     return [_wait_for_state(path, end) for path in paths]
 
 
