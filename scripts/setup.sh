@@ -2,7 +2,8 @@
 # Finds a Python that has everything in requirements.txt; makes .venv if there is none.
 #   bash scripts/setup.sh       prepares everything and says which Python is used
 #   source scripts/setup.sh     what the launchers do: it sets $root and $python
-# LOCKSTEP_PYTHON=/path/to/python uses that interpreter as it is: nothing is checked or installed.
+# LOCKSTEP_PYTHON=/path/to/python uses that interpreter as it is: no version is checked, nothing is
+# installed. (The launchers say which package a lesson lacks.)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

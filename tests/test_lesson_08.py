@@ -509,7 +509,7 @@ def test_a_rank_that_fails_ends_the_job(started, how, reason):
     assert run.stderr.splitlines() == [f"rank 1 failed: {reason}"]
     assert list((started["folder"] / f"files of {how}").glob("tmp*")) == []
     in_its_session = [p for p in psutil.process_iter() if session(p) == started[how].pid]
-    assert in_its_session == []
+    assert psutil.wait_procs(in_its_session, timeout=20)[1] == []
 
 
 def session(process):

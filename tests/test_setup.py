@@ -45,7 +45,9 @@ def setup(tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(["bash", tmp_path / "scripts/setup.sh"], env=kept, **pipes)
 
-    return run
+    yield run
+    for process in processes_in(tmp_path):  # after a test that failed
+        process.kill()
 
 
 def processes_in(folder):
@@ -106,19 +108,21 @@ def folder(monkeypatch, tmp_path):
         ("[ $3 = ensurepip ] || { echo '[Errno 28] No space left'; exit 1; }", "the disk is full"),
     ],
 )
-def test_setup_explains_what_failed(monkeypatch, folder, command, why, made_before):
+def test_setup_explains_what_failed(monkeypatch, folder, capsys, command, why, made_before):
     def create(place, **options):  # with a false Python
         (place / "bin").mkdir(parents=True)
         (place / "bin" / "python").write_text(f"#!/bin/sh\n{command}\n")
         (place / "bin" / "python").chmod(0o755)
 
     monkeypatch.setattr(environment.venv, "create", create)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     if made_before:  # for an earlier version of the course
         create(folder / ".venv")
     with pytest.raises(environment.SetupFailed, match=f"^{why}"):
         environment.make()
     assert (folder / ".venv").exists() == made_before
     assert (folder / ".venv.state").read_text() == "failed"
+    assert re.search("\r\033\\[K.*(boom|left)\r\033\\[K$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("address, needed", [("", 15.5), ("https://some.where/whl/cpu", 6.5)])
