@@ -90,19 +90,19 @@ def test_children_end_with_a_rank_that_has_ended(tmp_path):
     assert len(pids) == 3 and gone(pids)
 
 
-LAUNCHER = """
-set -m  # as with torchrun, the rank is not in the launcher's process group
-sleep 600 &
-trap 'kill $!; exit' TERM
-echo $$ $! > "${0%/scripts/*}/pids_0"
-wait
-"""
+# As with torchrun, the rank is not in the launcher's process group: only the launcher can end it.
+POLITE = "set -m; trap 'kill $!; exit' TERM"
+STUBBORN = "trap '' TERM"
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
-def test_a_launcher_ends_its_ranks_when_the_kernel_ends(tmp_path, signal_number):
+@pytest.mark.parametrize(
+    "signal_number, launcher",
+    [(signal.SIGINT, POLITE), (signal.SIGKILL, POLITE), (signal.SIGKILL, STUBBORN)],
+)
+def test_a_launcher_and_its_rank_end_with_the_kernel(tmp_path, signal_number, launcher):
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "lesson_99.sh").write_text(LAUNCHER)
+    script = f"{launcher}\nsleep 600 &\necho $$ $! > '{tmp_path}/pids_0'\nwait; wait\n"
+    (tmp_path / "scripts" / "lesson_99.sh").write_text(script)
     program = f"""
 import pathlib, sys
 sys.path.insert(0, {str(nbtools.ROOT / "notebooks")!r})

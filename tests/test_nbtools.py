@@ -134,12 +134,15 @@ def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(tmp_path):
     command, kernels = [sys.executable, "-c", textwrap.dedent(program)], {}
     for signal_number, folder in folders.items():
         folder.mkdir()
-        kernels[signal_number] = subprocess.Popen([*command, folder], stderr=subprocess.DEVNULL)
+        kernels[signal_number] = subprocess.Popen(
+            [*command, folder], stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
+        )
     pids = {signal_number: living_pids(folder, 2) for signal_number, folder in folders.items()}
     for signal_number, kernel in kernels.items():
         kernel.send_signal(signal_number)
         assert kernel.wait(20) != 0
         assert gone(pids[signal_number])
+        assert not list(folders[signal_number].glob("tmp*"))
 
 
 def test_what_ranks_print_comes_in_rank_order(capsys):
