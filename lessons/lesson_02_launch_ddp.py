@@ -277,7 +277,7 @@ def start(main, refuse=lambda **flags: None):
     rank_0 = os.environ.get("RANK", "0") == "0"  # it speaks for all
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}\n" * rank_0)
+    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text[:300]}\n" * rank_0)
     arguments = inspect.signature(main).parameters
     for name, argument in arguments.items():
         options = {"type": type(argument.default), "default": argument.default, "metavar": "X"}

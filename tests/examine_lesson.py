@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "lessons"), str(ROOT / "notebooks")]
 
 BAD = ["--steps 0", "--steps two", "--batch-size -1", "--seed -1", "--seed 4294967296"]
 BAD += ["--no-such-flag", "--step 3"]  # no abbreviations: they would change their meaning one day
+BAD += [f"--seed {'9' * 5000}"]  # a long value is not repeated as a whole
 BAD_NPROC = ["--nproc 0", "--nproc 65", "--nproc two"]  # where the lesson has this flag itself
 
 
