@@ -413,7 +413,7 @@ def test_a_script_that_is_ended_leaves_no_rank(monkeypatch, tmp_path, number):
         while len(family) < 2 and time.monotonic() < end:
             time.sleep(0.05)
             with contextlib.suppress(psutil.Error):
-                family = psutil.Process(process.pid).children()
+                family = psutil.Process(process.pid).children(recursive=True)
                 family = [child for child in family if "--rank=" in " ".join(child.cmdline())]
         assert len(family) == 2
         process.send_signal(number)

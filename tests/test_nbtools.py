@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -122,8 +123,15 @@ def test_deadline_ends_the_ranks_and_their_children(tmp_path):
     assert gone(living_pids(tmp_path, 2))
 
 
-def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(tmp_path):
-    folders = {name: tmp_path / name.name for name in (signal.SIGINT, signal.SIGKILL)}
+@pytest.fixture
+def short_path():
+    """Return a folder with a short path: a forkserver's socket has room for 100 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(short_path):
+    folders = {name: short_path / name.name for name in (signal.SIGINT, signal.SIGKILL)}
     program = f"""
         import sys, pathlib
         sys.path[:0] = {[str(nbtools.ROOT / "notebooks"), os.path.dirname(__file__)]!r}
