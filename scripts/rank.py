@@ -45,7 +45,7 @@ def main():
     except SystemExit as stop:
         if isinstance(stop.code, str):
             last_line = stop.code.strip().splitlines()[-1]
-            write_end(last_line.removeprefix(f"rank {os.environ['RANK']} failed: "))
+            write_end(re.sub(r"^rank \d+( failed)?: ", "", last_line))
             return 1
         write_end(None)
         raise

@@ -13,6 +13,8 @@ lesson although the memory is not enough.
 
 Over gloo a rank listens at the address of the host's name, which others may reach. All ranks of a
 lesson are here, so gloo is told to use the loopback interface, if GLOO_SOCKET_IFNAME is not set.
+For the same reason a lesson does not see what another job's launcher has exported (RANK and the
+like); but lesson 04 is about these variables, and its ranks can be started by hand.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ from pathlib import Path
 import needs
 
 PATIENCE = 10  # seconds for a lesson to clean up, before it is killed
+OF_A_JOB = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
@@ -113,6 +116,9 @@ def main():
         print(problem, file=sys.stderr)
         return 2
     arguments = [flag for flag in arguments if flag not in ("--verbose", "--force")]
+    if not Path(lesson).name.startswith("lesson_04"):
+        for name in OF_A_JOB:
+            os.environ.pop(name, None)
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -33,7 +33,7 @@ if fault == "exits" and rank == 1:
 if fault == "is killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if fault == "disk" and rank == 2:
-    sys.exit("rank 2 failed: no space")
+    sys.exit("rank 2: no space")
 if fault == "returns early" and rank == 0:
     sys.exit(0)
 if fault == "waits":
@@ -127,3 +127,11 @@ def test_an_error_in_a_script_costs_one_line(tmp_path):
     script.write_text("raise OSError('no\\nsuch file')\n")
     run = subprocess.run([*RUN, script], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (1, "script.py failed: OSError: no\n")
+
+
+@pytest.mark.parametrize("name, seen", [("lesson_99.py", "None\n"), ("lesson_04.py", "3\n")])
+def test_a_lesson_is_not_a_rank_of_another_job(tmp_path, name, seen):
+    (tmp_path / name).write_text("import os\nprint(os.environ.get('RANK'))\n")
+    environment = {**ENVIRONMENT, "RANK": "3"}
+    run = subprocess.run([*RUN, tmp_path / name], env=environment, capture_output=True, text=True)
+    assert run.stdout == seen
