@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,11 +49,15 @@ class Finished(subprocess.CompletedProcess):
         return json.loads(self.stdout.splitlines()[-1])
 
 
-def start_lesson(number, *flags, cwd=ROOT, env=ENVIRONMENT, **options):
+def start_lesson(number, *flags, **options):
     """Start scripts/lesson_NN.sh in a session of its own; return the running process."""
-    command = ["bash", str(ROOT / "scripts" / f"lesson_{number:02}.sh"), *map(str, flags)]
+    return start_program("bash", ROOT / "scripts" / f"lesson_{number:02}.sh", *flags, **options)
+
+
+def start_program(*command, cwd=ROOT, env=ENVIRONMENT, **options):
+    """Start a program in a session of its own; return the running process."""
     return subprocess.Popen(
-        command,
+        [str(part) for part in command],
         cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -76,6 +81,12 @@ def finish(process):
     finally:
         process.terminate()  # its ranks end with it
     return Finished(process.args, process.returncode, stdout, stderr)
+
+
+def free_port():
+    """Return a port of 127.0.0.1 at which nobody listens, for now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def watch_ports(launcher, found):
@@ -205,7 +216,8 @@ def unproven(verdicts, outcomes):
 def pytest_runtest_logreport(report):
     """Remember how the tests of each claim ended; a skip counts as a skip, not as a pass."""
     if report.when == "call" or report.outcome != "passed":
-        not_installed = report.skipped and "is not installed" in str(report.longrepr)
+        absent = re.search("is not installed|needs root", str(report.longrepr))
+        not_installed = report.skipped and absent
         outcome = "not installed" if not_installed else report.outcome
         for claim in dict(report.user_properties).get("claims", []):
             OUTCOMES.setdefault(claim, []).append(outcome)

@@ -4,6 +4,7 @@ The lesson and the folder come in the environment, because torch.distributed.lau
 its own, --local-rank, in front of ours.
 """
 
+import atexit
 import json
 import os
 import re
@@ -24,9 +25,16 @@ LOST = re.compile(
 
 
 def write_end(text, lost=False):
-    """Write down when and why this rank ended; text is None if the lesson came to its end."""
-    end = {"reason": text, "lost": lost, "time": time.monotonic()}
-    path = Path(os.environ["LOCKSTEP_ENDS"], f"{os.environ['RANK']}.json")
+    """Write down when and why this rank ended; text is None if the lesson came to its end.
+
+    A text that begins with "rank 1: " is about rank 1, whoever says it: the others may have been
+    told why rank 1 can't go on.
+    """
+    rank = os.environ["RANK"]
+    named = re.match(r"rank (\d+)(?: failed)?: (.*)", text or "")
+    cause, text = named.groups() if named else (rank, text)
+    end = {"rank": int(cause), "reason": text, "lost": lost, "time": time.monotonic()}
+    path = Path(os.environ["LOCKSTEP_ENDS"], f"{rank}.json")
     path.write_text(json.dumps(end))
 
 
@@ -44,11 +52,10 @@ def main():
         runpy.run_path(lesson, run_name="__main__")
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            last_line = stop.code.strip().splitlines()[-1]
-            write_end(re.sub(r"^rank \d+( failed)?: ", "", last_line))
+            write_end(stop.code.strip().splitlines()[-1])
             return 1
         write_end(None)
-        raise
+        return stop.code or 0
     except Exception as error:
         if verbose():
             traceback.print_exc()
@@ -61,5 +68,18 @@ def main():
     return 0
 
 
+def leave(code):
+    """End this process as Python does, but for the C++ objects that are still alive.
+
+    A group that has failed, or that DTensor still holds, keeps gloo's threads. If they live until
+    these objects go, C++ now and then aborts the process: "terminate called without an active
+    exception". Then torchrun would see a rank that SIGABRT has killed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -115,6 +115,10 @@ def main():
     if problem := needs.problem(lesson, arguments):
         print(problem, file=sys.stderr)
         return 2
+    if (
+        not verbose()
+    ):  # a rank that was ended leaves tqdm's lock; Python removes it, and says so last
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     arguments = [flag for flag in arguments if flag not in ("--verbose", "--force")]
     if not Path(lesson).name.startswith("lesson_04"):
         for name in OF_A_JOB:

@@ -11,20 +11,27 @@ each other. Here it listens on 127.0.0.1 only.
 The report: torchrun prints a page about a rank that failed. Here rank.py writes down why each rank
 ended, and the cause is told from its consequences: a rank that only lost its connection to another
 one is never the cause, if there is another.
+
+node.py calls it on each of several machines, and says by LOCKSTEP_NODES which they are.
 """
 
 import json
 import logging
 import os
 import re
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 RANK = Path(__file__).with_name("rank.py")
+NODES = os.environ.get("LOCKSTEP_NODES", "this machine").split(",")
+NODE_RANK = int(os.environ.get("LOCKSTEP_NODE_RANK", 0))
 
 
 def read_flags(arguments):
@@ -57,15 +64,23 @@ def check(lesson, nproc, flags):
     """Let the lesson check its flags, before any rank starts; leave if it finds a mistake.
 
     Without flags, and with no more ranks than the smallest default batch has rows for, there is
-    nothing to check.
+    nothing to check. It runs in this process, which needs torch as well: importing it takes longer
+    than the check. So what is checked must leave no thread and no signal handler here.
     """
     asks_for_help = bool({"-h", "--help"} & set(flags))
-    if asks_for_help or nproc > 8 or set(flags) - {"--json"}:
-        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(nproc)}
-        command = [sys.executable, lesson, *(["--help"] if asks_for_help else ["--check", *flags])]
-        code = subprocess.run(command, env=environment).returncode
-        if code or asks_for_help:
-            sys.exit(code)
+    world_size = nproc * len(NODES)
+    if not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
+        return
+    place = {"RANK": str(NODE_RANK), "WORLD_SIZE": str(world_size)}
+    arguments = [lesson, *(["--help"] if asks_for_help else ["--check", *flags])]
+    with patch.object(sys, "argv", arguments), patch.dict(os.environ, place):
+        try:
+            runpy.run_path(lesson, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code:
+                raise
+    if asks_for_help:
+        sys.exit()
 
 
 def start_ranks(launcher, nproc, folder, flags):
@@ -77,27 +92,69 @@ def start_ranks(launcher, nproc, folder, flags):
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class LoopbackRendezvous(StaticTCPRendezvous):
-        """One machine, and a store that listens on 127.0.0.1 and on no other address."""
+    class OwnRendezvous(StaticTCPRendezvous):
+        """A store that listens at one address: 127.0.0.1, if there is only this machine."""
 
         def get_backend(self):
-            return "loopback"
+            return "lockstep"
 
         def next_rendezvous(self):
-            listener = socket.create_server(("127.0.0.1", 0))
-            host, port = listener.getsockname()
-            listening = {"multi_tenant": True, "master_listen_fd": listener.detach()}
-            store = TCPStore(host, port, is_master=True, wait_for_workers=False, **listening)
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(host, port))
+            host, port, seconds = os.environ.get("LOCKSTEP_STORE", "127.0.0.1 0 60").split()
+            options = {"wait_for_workers": False, "multi_tenant": True}
+            if NODE_RANK == 0:
+                listener = listen(host, int(port))
+                host, port = listener.getsockname()[:2]
+                options["master_listen_fd"] = listener.detach()
+            else:
+                wait_for_first_machine(host, int(port), int(seconds))
+            store = TCPStore(host, int(port), is_master=NODE_RANK == 0, **options)
+            check_in(store, int(seconds))
+            place = RendezvousStoreInfo(host, int(port))
+            return RendezvousInfo(store, NODE_RANK, len(NODES), place)
 
     def make(parameters):
-        return LoopbackRendezvous("127.0.0.1", 0, 0, 1, parameters.run_id, timeout=60)
+        return OwnRendezvous("", 0, NODE_RANK, len(NODES), parameters.run_id, timeout=60)
 
-    rendezvous_handler_registry.register("loopback", make)
-    command = ["--rdzv-backend=loopback", "--rdzv-id=lesson", f"--log-dir={folder}"]
-    command += [f"--nproc-per-node={nproc}", str(RANK), *flags]
+    rendezvous_handler_registry.register("lockstep", make)
+    command = ["--rdzv-backend=lockstep", "--rdzv-id=lesson", f"--log-dir={folder}"]
+    command += [f"--nnodes={len(NODES)}", f"--nproc-per-node={nproc}", str(RANK), *flags]
     main = {"torchrun": torch.distributed.run.main, "launch": torch.distributed.launch.main}
     main[launcher](command)
+
+
+def listen(host, port):
+    """Return a socket that listens at this address; leave with one line if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        sys.exit(f"can't listen at {host}, port {port}: {error.strerror}; take another --port")
+
+
+def wait_for_first_machine(host, port, seconds):
+    """Return when it listens. TCPStore would wait as well, and longer, and write forty lines."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), 5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                why = f"no answer at {host}, port {port}, in {seconds} s ({error})"
+                sys.exit(f"machine 0 ({NODES[0]}): {why}; is it started, with this --port?")
+        time.sleep(0.2)
+
+
+def check_in(store, seconds):
+    """Return when all machines are here; else leave with one line that names those that are not."""
+    names = [f"machine/{number}" for number in range(len(NODES))]
+    store.set(names[NODE_RANK], "")
+    try:
+        store.wait(names, timedelta(seconds=seconds))
+    except RuntimeError:
+        late = [n for n, name in enumerate(names) if not store.check([name])]
+        late = ", ".join(f"machine {n} ({NODES[n]})" for n in late)
+        sys.exit(f"not here after {seconds} s: {late}; start it, and look at what it says itself")
 
 
 def explain(failures, folder):
@@ -117,7 +174,9 @@ def explain(failures, folder):
         return None
     rank = min(failed, key=lambda rank: (failed[rank]["lost"], failed[rank]["time"]))
     if not failed[rank]["lost"]:
-        return f"rank {rank} failed: {failed[rank]['reason']}"
+        return "rank {rank} failed: {reason}".format_map(failed[rank])
+    if len(NODES) > 1:
+        return f"rank {rank} failed: it lost a rank of another machine, which says why"
     returned = [str(other) for other in sorted(ends) if not ends[other]["reason"]]
     others = f"rank {', '.join(returned)} had already returned" if returned else "nobody knows why"
     return f"rank {rank} failed: it lost the connection to another rank; {others}"
@@ -126,10 +185,10 @@ def explain(failures, folder):
 def main():
     """Start the ranks; return the exit code."""
     lesson, nproc, launcher, flags = read_flags(sys.argv[1:])
-    check(lesson, nproc, flags)
     if os.environ.get("LOCKSTEP_VERBOSE") != "1":
         logging.disable()  # torchrun's page; and its remark that it sets OMP_NUM_THREADS
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    check(lesson, nproc, flags)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -34,6 +34,9 @@ if fault == "is killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if fault == "disk" and rank == 2:
     sys.exit("rank 2: no space")
+if fault == "all have been told":
+    time.sleep(rank == 1)
+    sys.exit("rank 1: no such file")
 if fault == "returns early" and rank == 0:
     sys.exit(0)
 if fault == "waits":
@@ -46,6 +49,7 @@ FAULTS = {
     "exits": "rank 1 failed: exit code 3",
     "is killed": "rank 1 failed: killed by SIGKILL",
     "disk": "rank 2 failed: no space",
+    "all have been told": "rank 1 failed: no such file",
     "returns early": "it lost the connection to another rank; rank 0 had already returned",
 }
 
@@ -135,3 +139,25 @@ def test_a_lesson_is_not_a_rank_of_another_job(tmp_path, name, seen):
     environment = {**ENVIRONMENT, "RANK": "3"}
     run = subprocess.run([*RUN, tmp_path / name], env=environment, capture_output=True, text=True)
     assert run.stdout == seen
+
+
+CHECK = """
+import signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+import torchrun
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+torchrun.check(sys.argv[2], 2, sys.argv[3:])
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+assert threading.active_count() == 1
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize("program", ["lessons/lesson_06_*.py", "scripts/doctor.py"])
+def test_the_check_of_the_flags_leaves_nothing_in_the_launcher(program):
+    """It runs there: a timer of the doctor once ended a launcher, and its report was lost."""
+    (path,) = ROOT.glob(program)
+    flag = "--timeout=90" if path.name == "doctor.py" else "--steps=5"
+    command = [sys.executable, "-c", CHECK, ROOT / "scripts", path, flag]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "goes on\n"), run.stderr

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from nbtools import pictures
 from nbtools.events import record
+from nbtools.saved import Saved
 
 SANITIZE = nbtools.ROOT / "notebooks" / "nbtools" / "nbval_sanitize.cfg"
 
@@ -335,3 +336,18 @@ def test_strip_has_an_arrow_and_a_label_for_each_message(no_window):
     assert texts.count("96 B") == 2 and texts.count("nothing\nis sent") == 1
     assert "all_reduce\n12 MB" in texts and "broadcast\n8 B" in texts
     assert texts.count("rank 1") == 5  # a box before, between and after four steps
+
+
+# --- Saved ---
+
+
+def test_saved_counts_shared_memory_once_and_forgets_what_autograd_forgets():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    rows = torch.ones(10, 4)
+    with Saved(rows, *model.parameters()) as saved:
+        first = model(rows).sum()
+        assert saved.now == 10 * 4 * 4  # Tanh's result, which Tanh and the second layer keep
+        second = model(rows).sum()
+        first.backward()
+        second.backward()
+    assert (saved.now, saved.most) == (0, 2 * 10 * 4 * 4)

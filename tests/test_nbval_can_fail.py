@@ -116,7 +116,8 @@ def test_digits_behind_the_sign_may_change_and_nothing_else(how, tmp_path):
     )
     command += ["-n", "2"] if how == "in processes" else []
     where = tmp_path if how == "from elsewhere" else copy
-    run = subprocess.run(command, cwd=where, env=ENVIRONMENT, capture_output=True, text=True)
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    run = subprocess.run(command, cwd=where, env=ENVIRONMENT, **options)
     found = {int(n): word for word, n in re.findall(r"(PASSED|FAILED) \S.*Cell (\d+)", run.stdout)}
     expected = [True, *CELLS.values()]
     assert found == {n: "PASSED" if green else "FAILED" for n, green in enumerate(expected)}

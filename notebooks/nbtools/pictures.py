@@ -5,7 +5,13 @@ strip    one column of boxes for each moment, one panel of arrows for each step,
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
+
+A picture carries what it shows: its events are JSON in the text of its PNG. So the site can play
+them step by step, and what it plays is what the notebook shows.
 """
+
+import functools
+import json
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
@@ -80,6 +86,7 @@ def lanes(spans, title, order=None, arrows=()):
         axes.set_title(title, loc="left", fontweight="bold", pad=26)
         _legend(axes, [span.kind for span in spans])
         figure.tight_layout()
+    _carry(figure, _told_lanes(title, order, bars, start, arrows))
     return figure
 
 
@@ -165,6 +172,7 @@ def strip(events, title, places, steps=None, holds=None):
         axes.axis("off")
         axes.set_title(title, loc="left", fontweight="bold")
         figure.tight_layout()
+    _carry(figure, _told_strip(events, title, places, steps, holds))
     return figure
 
 
@@ -212,3 +220,46 @@ def _draw_collective(axes, moment, event, places):
     text = f"{event.name}\n{readable_bytes(event.nbytes)}"
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     axes.text(middle, (low + high) / 2, text, **SMALL | {"rotation": 90}, bbox=box)
+
+
+def _carry(figure, told):
+    """Let the figure's PNG carry `told` as JSON, whoever writes it: savefig or a notebook."""
+    text = {"Title": told["title"], "Description": json.dumps(told, separators=(",", ":"))}
+    canvas = figure.canvas
+    if hasattr(canvas, "print_png"):  # not with a backend that writes PDF only, for example
+        canvas.print_png = functools.partial(canvas.print_png, metadata=text)
+
+
+def _told_strip(events, title, places, steps, holds):
+    """Return what a strip shows; `holds` has a list for each moment, with a text for each place."""
+    moments = range(len(steps) + 1)
+    return {
+        "kind": "strip",
+        "title": title,
+        "places": list(places),
+        "steps": list(steps),
+        "holds": [[holds.get((moment, place), place) for place in places] for moment in moments],
+        "events": [_without_none(event) for event in events],
+    }
+
+
+def _told_lanes(title, order, bars, start, arrows):
+    """Return what lanes show: times in milliseconds from the first, arrows as pairs of numbers."""
+    drawn = [span for span, _, _ in bars]
+    told = []
+    for span, middle, height in bars:
+        begin, end = (round((moment - start) * 1e3, 3) for moment in (span.begin, span.end))
+        one = _without_none(span) | {"begin": begin, "end": end}
+        told.append(one | {"middle": round(middle, 3), "height": round(height, 3)})
+    return {
+        "kind": "lanes",
+        "title": title,
+        "order": list(order),
+        "spans": told,
+        "arrows": [[drawn.index(one), drawn.index(other)] for one, other in arrows],
+    }
+
+
+def _without_none(event):
+    """Return a Span, Message or Collective as a dict, without the fields that are not set."""
+    return {name: value for name, value in event._asdict().items() if value is not None}

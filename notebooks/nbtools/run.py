@@ -34,7 +34,7 @@ class RankFailed(RuntimeError):
 # The forkserver also imports what is slow to import and what the caller has imported by now.
 _context = multiprocessing.get_context("forkserver")
 ALWAYS = ["torch.distributed", "torch._dynamo", "cloudpickle"]
-IF_USED = ["sklearn.datasets", "tqdm"]
+IF_USED = ["sklearn.datasets", "torch.distributed.tensor.parallel", "tqdm"]
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
 
