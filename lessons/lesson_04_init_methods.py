@@ -142,8 +142,8 @@ def listen_on_loopback(environment):
 def wait_for_listener(host, port, timeout):
     """Return when someone listens at host:port; raise TimeoutError after `timeout` seconds.
 
-    A TCPStore waits as well, but when its timeout is over it pauses and tries once more: 138 s for
-    60. In the end its C++ code writes forty lines.
+    A TCPStore waits as well. If nobody listens there, it pauses when its timeout is over, and tries
+    once more: 138 s for 60. In the end its C++ code writes forty lines.
     """
     end = time.monotonic() + timeout
     while True:
@@ -194,12 +194,12 @@ def check_in(store, rank, world_size, timeout):
 PORT_TAKEN = "EADDRINUSE|ddress already in use"
 CAUSES = {  # what an error's text contains: what it means, and the cure
     PORT_TAKEN: "Another process listens at this port. Take a free port for each job.",
-    "already checked in": "Two have this rank, or the file is old. Fix the rank; remove the file.",
-    "connectFullMesh failed": "Old addresses, or one rank twice. Remove the file; fix the rank.",
-    "has world size": "World sizes differ, or the file is old. Use one size; remove the file.",
+    "already checked in": "Two have this rank, or its mark is old. Fix the rank, or {anew}.",
+    "connectFullMesh failed": "A rank left or came twice, or its address is old. If so, {anew}.",
+    "has world size": "World sizes differ, or the first is old. Use one size, or {anew}.",
     "not here after|clients joined": "A rank did not come. Start it, and look for its own error.",
     "[Ww]ait timeout": "A rank left no address. Start each rank once, all with one world size.",
-    "(failed|trying) to connect": "Rank 0 does not listen there. Start it; check host and port.",
+    "(failed|trying) to connect": "Nobody listens there. Start rank 0; check host and port.",
     "Timed out waiting|onnection": "Another rank has left, or does not answer. Look at its error.",
     "rank parameter missing": "This method can't know who you are. Pass rank=, from 0 upwards.",
     "expected, but not set": "env:// reads this variable. Set it, or let torchrun set all four.",
@@ -207,11 +207,19 @@ CAUSES = {  # what an error's text contains: what it means, and the cure
     "both init_method and store": "Each of the two says where to meet. Pass only one of them.",
     "Unable to find address": "No such network interface here. Set GLOO_SOCKET_IFNAME to another.",
 }
+RESTARTED = (
+    "torchrun has restarted the ranks, and what they left in its store is still there. "
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or start the job again."
+)
 
 
-def explain(error):
+def explain(error, method="tcp"):
     """Return what an error's text means, and the cure: two sentences, or "" if it is unknown."""
-    return next((text for sign, text in CAUSES.items() if re.search(sign, error)), "")
+    text = next((text for sign, text in CAUSES.items() if re.search(sign, error)), "")
+    agents_store = method == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if "{anew}" in text and agents_store and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return RESTARTED
+    return text.format(anew="remove the file" if method == "file" else "end all and start again")
 
 
 # --- The experiment ---
@@ -228,7 +236,8 @@ def be_one_rank(args, method, place, rank, world_size):
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     report = {"rank": rank, "pid": os.getpid(), "backend": backend, "device": device.type}
-    # The library's limits are not ours: gloo waits for five times its timeout, a TCPStore for ever.
+    # The library's limits are not ours: gloo waits for five times its timeout, and a TCPStore for
+    # ever, if somebody takes its call and then says nothing.
     watch = threading.Timer(1.5 * TIMEOUT, give_up, [args, report])
     watch.daemon = True
     watch.start()
@@ -257,7 +266,8 @@ def say(line):
 def fail(args, report, error):
     """Say why this rank failed, and the cure; return 1."""
     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    report |= {"error": f"{reason.rstrip('.')}. {explain(reason)}".strip(), "time": time.time()}
+    cure = explain(reason, args.init.partition("://")[0])
+    report |= {"error": f"{reason.rstrip('.')}. {cure}".strip(), "time": time.time()}
     say(json.dumps(report) if args.json else f"FAIL rank {report['rank']}: {report['error']}")
     return 1
 

@@ -99,10 +99,13 @@ def one_voice(rank, speakers=(0,), prefix=False):
 
     Yields `say`, a print for a rank that must speak; it puts the rank before each line. With
     `prefix`, print does so too. At the end all is put back, also after an exception.
-    A print into a file of yours is left alone. What C++ code writes is not stopped.
+    A print into a file of yours is left alone, and a log file gets what its rank may log.
+    What C++ code writes is not stopped.
     """
     real_print, root = builtins.print, logging.getLogger()
     before = root.handlers, root.level, root.manager.disable
+    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    log_files = [one for one in root.handlers if getattr(one, "stream", None) not in screens]
 
     def say(*values, file=None, mark=f"[rank {rank}] ", **options):
         stream, text = file or sys.stdout, io.StringIO()
@@ -121,13 +124,14 @@ def one_voice(rank, speakers=(0,), prefix=False):
         elif rank in speakers:
             say(*values, file=file, mark=f"[rank {rank}] " * prefix, **options)
 
-    handler = logging.Handler()
+    handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: say(record.levelname, handler.format(record), file=sys.stderr)
     with warnings.catch_warnings():  # at its end, showwarning is put back
         try:
             warnings.showwarning = lambda *w: root.warning(warnings.formatwarning(*w[:4]).rstrip())
-            builtins.print, root.handlers = print_on_screen, [handler]
-            root.setLevel(logging.INFO)
+            builtins.print, root.handlers = print_on_screen, [*log_files, handler]
+            if not before[0]:  # nobody has configured logging, nor chosen a level
+                root.setLevel(logging.INFO)
             logging.disable(before[2] if rank in speakers else logging.WARNING)
             yield say
         finally:
@@ -146,7 +150,10 @@ def reduce_loss(loss, row_count):
 
     `loss`: the mean over this rank's `row_count` > 0 rows, a float64 tensor of shape (). Each rank
     gives three numbers, 24 bytes, and waits for all others. The article logs the sum. The mean of
-    means is right if the ranks have equally many rows; the mean, weighted by rows, always is.
+    means, which `op=dist.ReduceOp.AVG` gives without our division, is right if the ranks have
+    equally many rows; the mean, weighted by rows, always is.
+    On a GPU `.tolist()` makes the host wait until the GPU has finished that work. Where time
+    counts, don't do it at each step: add up on the GPU, and read every 50 steps, for example.
     """
     numbers = torch.stack([loss, loss * row_count, torch.full_like(loss, row_count)])
     dist.all_reduce(numbers)

@@ -3,6 +3,7 @@
 After every step rank 0 writes a checkpoint: the model, the momentum, the learning-rate
 schedule, the position in the epoch, and the random state of every rank, which each rank
 sends to rank 0 (5,056 bytes on a CPU). The others wait until the file is on the disk.
+To go on, rank 0 chooses a file, and a rank that sees other bytes in its place ends the run.
 A job that was stopped must end with the same bits as a job that was not.
 
 Run it:  bash scripts/lesson_06.sh --nproc 2
@@ -18,6 +19,7 @@ Output to expect on a CPU:
 import argparse
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -138,28 +140,81 @@ def save_atomically(state, folder, step, keep=2):
     return buffer.tell()
 
 
-def load_latest(folder, part=None):
-    """Return the latest intact checkpoint, on the CPU (A15), or None; OSError if none is intact.
+def load(path, part=None):
+    """Return the checkpoint in this file, on the CPU (A15); an error of some kind if it is damaged.
 
     With `part`, a checkpoint that has no such part is another program's, and is not used either.
     """
+    if not path.is_file():  # to open a FIFO would be to wait for its writer
+        raise ValueError("it is not a file")
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # other bytes, another digest
+        if zipfile.ZipFile(file).testzip():  # torch.load does not compare the checksums
+            raise ValueError("a checksum is wrong")
+        file.seek(0)
+        # map_location: else all ranks load to the one device that the file names, and fill it.
+        # weights_only: tensors and plain containers; a file that carries code is refused.
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    if part is not None and part not in state:
+        raise ValueError("it is another program's")
+    return state | {"name": path.name, "digest": digest}
+
+
+def load_latest(folder, part=None):
+    """Return the latest intact checkpoint, or None if there is none; OSError if none is intact."""
     complaints = []  # a line for each newer one that is damaged, or is not ours
     for path in reversed(checkpoints(folder)):
         try:
-            if not path.is_file():  # to open a FIFO would be to wait for its writer
-                raise ValueError("it is not a file")
-            if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
-                raise ValueError("a checksum is wrong")
-            # map_location: else all ranks load to the one device that the file names, and fill it.
-            # weights_only: tensors and plain containers; a file that carries code is refused.
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if part is not None and part not in state:
-                raise ValueError("it is another program's")
-            return state | {"complaints": complaints}
+            return load(path, part) | {"complaints": complaints}
         except Exception as error:  # damage has many forms, and all mean: use the one before
             complaints.append(f"{path.name} can't be used: {error!r:.80}")
     if complaints:  # to start anew would in time delete what can perhaps be repaired
         raise OSError(f"no checkpoint is intact in {folder}: {'; '.join(complaints)}")
+
+
+def load_the_same(folder, chosen, digest, part):
+    """Return the checkpoint that rank 0 has chosen (None: it sees none); else an error."""
+    names = [path.name for path in checkpoints(folder)]
+    latest = names[-1] if names else "nothing"
+    if chosen is None and names:
+        raise ValueError(f"rank 0 sees nothing, this rank sees {latest}")
+    if chosen is None:
+        return None
+    if chosen not in names:
+        raise ValueError(f"rank 0 loads {chosen}, this rank sees {latest}")
+    try:
+        saved = load(Path(folder, chosen), part)
+    except Exception as error:
+        raise ValueError(f"{chosen} can't be used: {error!r:.80}") from error
+    if saved["digest"] != digest:
+        raise ValueError(f"{chosen} has other bytes than on rank 0")
+    return saved
+
+
+def load_together(folder, part=None):
+    """Return the checkpoint that rank 0 chooses, on every rank the same bytes, or None.
+
+    A rank that can't load these bytes ends the run: all ranks leave, with a line that names it.
+    """
+    saved, problem, choice = None, None, [None, None]
+    if dist.get_rank() == 0:
+        try:
+            saved = load_latest(folder, part)
+            choice = [saved["name"], saved["digest"]] if saved else choice  # the name has the step
+        except OSError as error:
+            problem = f"checkpoints in {folder}: {error}"
+    dist.broadcast_object_list(choice)  # from rank 0, also if it has failed: the others wait here
+    if dist.get_rank() != 0:
+        try:
+            saved = load_the_same(folder, *choice, part)
+        except (OSError, ValueError) as error:
+            problem = f"checkpoints in {folder}: {error}"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)  # so all ranks know, and none goes on alone
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            sys.exit(f"rank {rank}: {problem}")
+    return saved
 
 
 def save_together(state, folder, generator, device):
@@ -189,7 +244,7 @@ def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, d
     on_gpu = device.type == "cuda"  # dropout draws from the generator of its device
     generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
     now = {"seed": seed, "batch_size": batch_size, "step": 0, "epoch": 0, "rows": 0, "losses": []}
-    saved, written = load_latest(folder, "makers") if folder else None, 0
+    saved, written = load_together(folder, "makers") if folder else None, 0
     if saved:
         now = {name: saved[name] for name in now}
         for name, part in parts.items():
@@ -227,12 +282,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.steps < 2 or args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--steps must be at least 2, --batch-size at least the number of ranks")
-    try:
-        saved = None if args.checkpoints is None else load_latest(args.checkpoints, "makers")
-    except OSError as error:
-        parser.error(f"argument --checkpoints: {error}")
-    if args.checkpoints and not os.access(args.checkpoints, os.W_OK | os.X_OK):
-        parser.error(f"argument --checkpoints: can't write in {args.checkpoints}")
+    saved, rank_0 = None, os.environ.get("RANK", "0") == "0"
+    if args.checkpoints is not None and rank_0:  # the others look when rank 0 has chosen
+        try:
+            saved = load_latest(args.checkpoints, "makers")
+        except OSError as error:
+            parser.error(f"argument --checkpoints: {error}")
+        if not os.access(args.checkpoints, os.W_OK | os.X_OK):
+            parser.error(f"argument --checkpoints: can't write in {args.checkpoints}")
     made = saved and [saved[name] for name in ("seed", "batch_size", "step")]
     if saved and (made[:2] != [args.seed, args.batch_size] or made[2] >= args.steps):
         parser.error("argument --checkpoints: seed {}, batch size {}, at step {}".format(*made))
@@ -244,10 +301,12 @@ def main(argv=None):
     rank, world_size, device = setup()
     temporary = None if rank or args.checkpoints else tempfile.TemporaryDirectory()
     job = [args.batch_size, args.seed, temporary.name if temporary else args.checkpoints]
+    new = [saved is None]
     dist.broadcast_object_list(job)  # rank 0's folder is that of all ranks
+    dist.broadcast_object_list(new)  # and it says whether there is something to go on from
     written = 0
     try:
-        if not checkpoints(job[2]):  # a first job, which stops early
+        if new[0]:  # a first job, which stops early
             first = train(rank, world_size, device, min(5, args.steps - 1), *job)
             written = first["bytes_written"]
         resumed = train(rank, world_size, device, args.steps, *job)

@@ -2,8 +2,9 @@
 
 In DDP each process has its own parameters. Here one process builds one graph, and
 make_parallel builds the model in it once per device: a tower. All towers share one set
-of variables. In each step a tower gets a copy of them and its part of the batch, and
-sends its gradients back. This is the "tower mode" of article D: 2018, tf.compat.v1.
+of variables. In each step a tower gets a copy of them (of the embedding, the rows of its
+words) and its part of the batch, and sends its gradients back. This is the "tower mode"
+of article D: 2018, tf.compat.v1.
 
 Run it:      bash scripts/lesson_07.sh --nproc 2
 PTB's text:  bash scripts/lesson_07.sh --data-dir FOLDER
@@ -96,8 +97,8 @@ def number_words(sentences, size=2000):
 def make_batches(sentences, numbers, batch_size, seed):
     """Yield (inputs, targets, mask) without end: integers, integers, floats, (batch_size, time).
 
-    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together
-    (claim D13). `time` is that of the longest sentence of the batch; the mask is 1 at real words.
+    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together.
+    `time` is that of the longest sentence of the batch; the mask is 1 at real words.
     """
     coded = [[numbers.get(word, 1) for word in words] for words in sentences]
     generator = np.random.default_rng(seed)
@@ -159,10 +160,12 @@ def device_names(count):
 def sum_of_losses(weights, inputs, targets, mask):
     """Return the sum of the losses of all real tokens, a scalar; the inputs are (rows, time).
     Both need not be known when the graph is built: the loop over time is in the graph."""
-    # The weights as this tower reads them: sent to its device in each step. Between two virtual
-    # CPU devices TensorFlow passes on the same memory.
-    weights = {name: tf.identity(weight) for name, weight in weights.items()}
-    words = tf.gather(weights["embedding"], tf.transpose(inputs))  # (time, rows, width)
+    # The look-up runs where the embedding is: the tower is sent the rows of its words, no more.
+    words = tf.nn.embedding_lookup(weights["embedding"], inputs)  # (rows, time, width)
+    words = tf.transpose(words, [1, 0, 2])  # (time, rows, width)
+    # The other weights as this tower reads them: all of each is sent to its device in each step.
+    # Between two virtual CPU devices TensorFlow passes on the same memory.
+    weights = {name: tf.identity(w) for name, w in weights.items() if name != "embedding"}
 
     def one_word(time, states, outputs):
         output, new = words[time], []
@@ -244,10 +247,13 @@ def trace(graph, batch):
 
 
 def misplaced(ran):
-    """Return a tower's operations that ran on another one's device, except reads of variables."""
+    """Return a tower's operations that ran on another one's device.
+
+    Left out is what belongs to a variable's device: reads and look-ups, and a look-up's gradient.
+    """
     towers = [(re.search(r"tower_(\d+)/", name), device, name) for device, name, *_ in ran]
     away = [name for tower, device, name in towers if tower and tower[1] != device[4:]]
-    return [name for name in away if "ReadVariableOp" not in name]
+    return [name for name in away if not re.search("ReadVariableOp|/embedding_lookup", name)]
 
 
 def save_whole(path, **arrays):

@@ -102,8 +102,8 @@ def number_words(sentences, size=2000):
 def make_batches(sentences, numbers, batch_size, seed):
     """Yield (inputs, targets, mask) without end: integers, integers, floats, (batch_size, time).
 
-    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together
-    (claim D13). `time` is that of the longest sentence of the batch; the mask is 1 at real words.
+    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together.
+    `time` is that of the longest sentence of the batch; the mask is 1 at real words.
     """
     coded = [[numbers.get(word, 1) for word in words] for words in sentences]
     generator = np.random.default_rng(seed)
@@ -275,7 +275,7 @@ def wait_for(job):
 
 def run_workers(args, own_words=False):
     """Train with paddle.DataParallel in args.nproc processes; return what each found, by rank.
-    `own_words`: each rank divides by the number of its own words, which is wrong (D13)."""
+    `own_words`: each rank divides by the number of its own words, which is wrong."""
     backend = "nccl" if get_places(args.nproc)[0].is_gpu_place() else "gloo"
     options = {"join": False, "daemon": True, "backend": backend}  # spawn looks for free ports
     with tempfile.TemporaryDirectory() as folder:
@@ -296,7 +296,8 @@ def ask_tensorflow(args):
         flags = [f"--{n.replace('_', '-')}={v}" for n, v in flags.items() if v is not None]
         ended = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
         if not Path(folder, "tensorflow.npz").exists():
-            sys.exit("lesson 07 failed: " + ended.stderr.strip().rpartition("\n")[2])
+            said = ended.stderr.strip().rpartition("\n")[2]
+            sys.exit("lesson 07 failed: " + said.removeprefix(f"{script.name}: error: "))
         return dict(np.load(f"{folder}/tensorflow.npz"))
 
 
@@ -329,9 +330,10 @@ def main(argv=None):
         parser.error(f"{broken}: pip install --force-reinstall paddlepaddle==3.3.1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave each `with`: remove its folder
     n, gpu = args.nproc, get_places(args.nproc)[0].is_gpu_place()
+    theirs = ask_tensorflow(args)  # first: if it fails, no work of ours is lost
     ours = train(args, get_places(n))
     one = train(argparse.Namespace(**{**vars(args), "steps": 1}), get_places(1))
-    workers, theirs = run_workers(args), ask_tensorflow(args)
+    workers = run_workers(args)
     diff = float(np.max([difference(found, one) for found in (ours, *workers)]))
     apart = difference(ours, theirs) if theirs else None
     small, equal = (1e-5, 1e-5) if args.dtype == "float32" else (1e-12, 1e-9)

@@ -3,8 +3,9 @@
 BatchNorm normalises with the mean and the variance of the rows that it is given. A
 replica is given its part of the batch, so N replicas use N means. Evaluation uses
 running averages of them: DataParallel keeps the master's. Under DDP each rank has its
-own, and by default takes rank 0's before each forward. Synchronised BatchNorm first
-adds up sums over all ranks: two small all-reduces, and two more in its backward.
+own, and by default takes rank 0's before a forward, if the one before had gradients.
+Synchronised BatchNorm first adds up sums over all ranks: two small all-reduces, and two
+more in its backward.
 
 Run it:     bash scripts/lesson_09.sh --nproc 2
 Or alone:   python lessons/lesson_09_batch_norm.py --nproc 2
@@ -259,7 +260,8 @@ def compare(cfg):
             forward = functools.partial(data_parallel, model, replicas=replicas)
             records[way] = [train(model, forward, batches)]
             continue
-        # forward_sync_buffers, once broadcast_buffers: before each forward rank 0 sends its own.
+        # forward_sync_buffers, once broadcast_buffers: before a forward rank 0 sends its own, but
+        # not after a forward without gradients, or inside no_sync. There is none of these here.
         ddp = DistributedDataParallel(model, forward_sync_buffers=way != "DDP, buffers not sent")
         ours, records[way] = train(model, ddp, batches, part, world_size), [None] * world_size
         dist.all_gather_object(records[way], ours)

@@ -191,6 +191,7 @@ def test_printed_lines_can_be_typed_into_terminals(scripts, tmp_path):
     assert [terminal.returncode for terminal in terminals] == [0, 0]
 
 
+@pytest.mark.claim("E10")
 def test_torchrun_sets_the_variables_as_well():
     """Its agent has the store, and listens at MASTER_PORT: rank 0 does not try to."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -463,6 +464,36 @@ def look_at_connections(rank, world_size, method, place):
     return total, listens, [(c.laddr.port, c.raddr.port) for c in found if c.raddr]
 
 
+def meet_a_dead_rank(rank, world_size, port):
+    """Join as rank 0, when the store holds an address of rank 1, at which nobody is any more."""
+    dist.destroy_process_group()
+    quiet()
+    store, who = dist.HashStore(), {"rank": 0, "world_size": 2}
+
+    def leave_address():
+        while not (keys := [key for key in store.list_keys() if key.endswith("/0")]):
+            time.sleep(0.01)
+        own = store.get(keys[0])  # the length of the host's name, the name, 8 bytes, the address
+        port_at = 8 + int.from_bytes(own[:8], sys.byteorder) + 8 + 2
+        store.set(keys[0][:-1] + "1", own[:port_at] + port + own[port_at + 2 :])
+
+    threading.Thread(target=leave_address, daemon=True).start()
+    start = time.monotonic()
+    try:
+        dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=1), **who)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.claim("E9", "E10")
+def test_the_rank_that_is_called_waits_for_five_times_its_timeout():
+    """Whose address and port are greater (by gloo's comparison), calls; the other one waits."""
+    ((said, _),) = run(meet_a_dead_rank, 1, b"\x01\x00")
+    assert "Connection refused" in said
+    ((said, seconds),) = run(meet_a_dead_rank, 1, b"\xff\xff")
+    assert "Connect timeout" in said and seconds >= 5
+
+
 @pytest.mark.claim("E10")
 def test_every_rank_leaves_its_address_in_the_store():
     first, second = run(keys_after_joining, 2, free_ports(1)[0])
@@ -482,7 +513,7 @@ def keys_after_joining(rank, world_size, port):
 
 @pytest.mark.claim("E4", "E2")
 def test_backend_is_nccl_only_if_each_rank_has_a_gpu(monkeypatch, capsys):
-    args = argparse.Namespace(steps=1, batch_size=1, seed=0, json=True)
+    args = argparse.Namespace(steps=1, batch_size=1, seed=0, json=True, init="tcp")
     joined = []
 
     def join(*arguments):
@@ -646,7 +677,7 @@ FAILURES = {  # name: (sign in the text of the last rank's error, a word of its 
     "never comes": ("1/2 clients joined", "did not come"),
     "same rank": ("wait timeout", "Start each rank once"),
     "sizes differ": ("wait timeout", "all with one world size"),
-    "rank 0 is missing": ("trying to connect", "Start it"),
+    "rank 0 is missing": ("trying to connect", "Start rank 0"),
     "both": ("both init_method and store", "Pass only one"),
     "no rank": ("rank parameter missing", "Pass rank="),
     "unknown scheme": ("No rendezvous handler for carrier-pigeon://", "Use env://"),
@@ -654,7 +685,7 @@ FAILURES = {  # name: (sign in the text of the last rank's error, a word of its 
     "nothing": ("MASTER_ADDR expected, but not set", "torchrun"),
     "no interface": ("Unable to find address for: nosuch0", "GLOO_SOCKET_IFNAME"),
     "one of two interfaces": ("Unable to find address for: nosuch0", "GLOO_SOCKET_IFNAME"),
-    "multicast": ("connect", "Start it; check host and port"),
+    "multicast": ("connect", "Start rank 0; check host and port"),
 }
 
 
@@ -689,6 +720,44 @@ def test_without_the_folder_the_library_waits_longer_than_its_timeout(failures):
 
 def test_unknown_errors_are_not_explained():
     assert lesson.explain("ValueError: something else") == ""
+
+
+@pytest.mark.parametrize("sign", ["already checked in", "connectFullMesh failed", "has world size"])
+def test_only_at_a_file_the_cure_is_to_remove_a_file(sign, capsys):
+    for place, cure in [("file:///x", "remove the file"), ("tcp://h:1", "end all and start again")]:
+        args = argparse.Namespace(init=place, json=False)
+        assert lesson.fail(args, {"rank": 0}, RuntimeError(sign)) == 1
+        assert capsys.readouterr().out.endswith(f"{cure}.\n")
+
+
+RESTARTED = """
+import os, sys, time
+import lesson_04_init_methods as lesson
+code = lesson.main([])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(1000 * (os.environ["RANK"] == "0"))
+    code = 3
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("own_store", "second"), [("0", "FAIL"), ("1", "PASS")])
+def test_after_a_restart_by_torchrun_the_cure_is_a_new_store(tmp_path, own_store, second):
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command += ["--local-addr=127.0.0.1", "--log-dir=/dev/null", "--nproc-per-node=2"]
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    finished = subprocess.run(
+        [*command, tmp_path / "restarted.py"],
+        env=ENVIRONMENT | more | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    *first, one, other = sorted(finished.stdout.splitlines(), key=lambda line: line[:4] == second)
+    assert len(first) == 2 and {line[:4] for line in [one, other]} == {second}, finished.stdout
+    if second == "FAIL":
+        assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in one and "file" not in one
 
 
 @pytest.mark.claim("E7")
@@ -766,7 +835,7 @@ def test_without_rank_0_the_lesson_s_own_limit_holds():
     """A TCPStore would try once more, and say "The client socket has timed out"."""
     (answer,) = run(join_by, 1, "tcp", f"127.0.0.1:{free_ports(1)[0]}", {0: (1, 2)}, 1, deadline=60)
     assert answer.startswith("TimeoutError: failed to connect to 127.0.0.1")
-    assert lesson.explain(answer).startswith("Rank 0 does not listen there.")
+    assert lesson.explain(answer).startswith("Nobody listens there.")
 
 
 def test_a_place_that_accepts_and_says_nothing_costs_one_line():
@@ -815,7 +884,7 @@ def test_a_clean_run_removes_its_file_and_a_killed_one_does_not(tmp_path):
     assert path.exists()
     for rank, answer in enumerate(run(join_by, 2, "file", str(path), deadline=60)):
         assert f"rank {rank} has already checked in at this place" in answer
-        assert "remove the file" in lesson.explain(answer)
+        assert "remove the file" in lesson.explain(answer, "file")
     path.unlink()
     assert run(join_by, 2, "file", str(path)) == [3, 3]
 

@@ -379,12 +379,15 @@ def reduce_once(rank, world_size):
         reduced = lesson.reduce_loss(
             torch.tensor([4.0, 8.0][rank], dtype=torch.float64), 1 + 2 * rank
         )
-    return reduced, wire.calls
+    average = torch.tensor([4.0, 8.0][rank], dtype=torch.float64)
+    dist.all_reduce(average, op=dist.ReduceOp.AVG)
+    return reduced, wire.calls, average.item()
 
 
 @pytest.mark.claim("C4", "C8")
 def test_one_all_reduce_of_24_bytes_gives_sum_and_means():
-    expected = (12.0, 6.0, 7.0), [("allreduce", "float64", 3, 24)]
+    """The mean of means is what gloo's AVG gives, without a division of ours."""
+    expected = (12.0, 6.0, 7.0), [("allreduce", "float64", 3, 24)], 6.0
     assert run(reduce_once, 2) == [expected, expected]
 
 
@@ -546,6 +549,33 @@ def test_one_voice_configures_logging_and_warnings_on_each_rank_and_restores_the
     assert one == "[rank 1] ERROR error\n"  # an error is never silent
     assert (own_0, own_1) == (["own"], [])
     assert same_0 and same_1
+
+
+def log_into_a_file(rank, world_size, folder):
+    """Log with a configuration made before one_voice: a screen, and a log file of this rank."""
+    screen, file = logging.StreamHandler(), logging.FileHandler(f"{folder}/{rank}.log")
+    root = logging.getLogger()
+    root.handlers, root.level = [screen, file], logging.DEBUG
+
+    def speak():
+        for say in (root.debug, root.warning, root.error):
+            say(say.__name__)
+
+    with lesson.one_voice(rank):
+        heard = listen(speak)
+    root.warning("afterwards")
+    return heard, root.handlers == [screen, file]
+
+
+@pytest.mark.claim("C6")
+def test_one_voice_leaves_a_log_file_alone(tmp_path, capsys):
+    heard = run(log_into_a_file, 2, str(tmp_path))
+    lines = ["[rank 0] WARNING warning\n[rank 0] ERROR error\n", "[rank 1] ERROR error\n"]
+    assert heard == [(lines[0], True), (lines[1], True)]
+    shown = capsys.readouterr().err  # by the old screen: nothing inside
+    assert shown == "[rank 0] afterwards\n[rank 1] afterwards\n"
+    logs = [(tmp_path / f"{rank}.log").read_text().split() for rank in (0, 1)]
+    assert logs == [["debug", "warning", "error", "afterwards"], ["error", "afterwards"]]
 
 
 def write_as_cpp(rank, world_size, path):

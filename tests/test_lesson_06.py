@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import start_lesson
+from conftest import ENVIRONMENT, run_lesson, start_lesson
 from nbtools import RankFailed, run
 from torch import nn
 
@@ -134,14 +134,14 @@ FORGET = {
 
 
 def train_forgetful(rank, world_size, folder, forget):
-    load = lesson.load_latest
+    load = lesson.load_together
 
     def load_less(*args):
         state = load(*args)
         forget(state)
         return state
 
-    lesson.load_latest = load_less
+    lesson.load_together = load_less
     return lesson.train(rank, world_size, CPU, 12, 30, 0, str(folder))
 
 
@@ -400,6 +400,109 @@ def test_on_cpu_asks_every_tensor_and_changes_nothing():
     assert (copy["step"], copy["losses"]) == (3, [1.0])
     assert state["model"]["weight"] is tensors["weight"]
     assert model.weight.device.type == "meta"
+
+
+# --- All ranks load the same ---
+
+
+def copy_of(stopped, tmp_path, rank, *steps):
+    """Return a folder of this rank alone, with the checkpoints of these steps."""
+    folder = tmp_path / f"on rank {rank}" / "checkpoints"
+    folder.mkdir(parents=True)
+    for step in steps:
+        shutil.copy(lesson.checkpoints(stopped[2])[step - 4], folder)
+    return folder
+
+
+def in_a_folder_of_its_own(rank, world_size, folders, steps):
+    """Train; return what this rank has loaded and made, or why the lesson ended the run."""
+    try:
+        facts = lesson.train(rank, world_size, CPU, steps, 30, 0, str(folders[rank]))
+    except SystemExit as stop:
+        return stop.code
+    return facts
+
+
+OTHER = {  # what this rank has, where the others have the files of steps 4 and 5
+    "an older one": lambda folder: (folder / "step_00000005.pt").unlink(),
+    "no file": lambda folder: [path.unlink() for path in lesson.checkpoints(folder)],
+    "no folder": shutil.rmtree,
+    "other bytes": lambda folder: lesson.save_atomically(
+        lesson.load_latest(folder) | {"rows": 60}, folder, 5
+    ),
+    "damage": lambda folder: damage(folder / "step_00000005.pt"),
+    "a FIFO": lambda folder: (
+        (folder / "step_00000005.pt").unlink(),
+        os.mkfifo(folder / "step_00000005.pt"),
+    ),
+    "more than nothing": lambda folder: None,  # the others have nothing
+}
+WORDS = {
+    "an older one": "rank 0 loads step_00000005.pt, this rank sees step_00000004.pt",
+    "no file": "rank 0 loads step_00000005.pt, this rank sees nothing",
+    "no folder": "No such file or directory",
+    "other bytes": "step_00000005.pt has other bytes than on rank 0",
+    "damage": "a checksum is wrong",
+    "a FIFO": "it is not a file",
+    "more than nothing": "rank 0 sees nothing, this rank sees step_00000005.pt",
+}
+
+
+@pytest.mark.claim("A17", "B7")
+@pytest.mark.parametrize("other", OTHER)
+def test_a_rank_that_sees_something_else_ends_the_run_and_is_named(stopped, tmp_path, other):
+    """Each rank has a folder of its own, as on the disk of each machine; rank 2's is different."""
+    steps = () if other == "more than nothing" else (4, 5)
+    folders = [copy_of(stopped, tmp_path, rank, *steps) for rank in (0, 1)]
+    folders.append(copy_of(stopped, tmp_path, 2, 4, 5))
+    OTHER[other](folders[2])
+    before = sorted(tmp_path.rglob("*"))
+    answers = run(in_a_folder_of_its_own, 3, folders, 12)
+    assert len(set(answers)) == 1  # on every rank: none waits, and none goes on
+    assert answers[0].startswith(f"rank 2: checkpoints in {folders[2]}: ")
+    assert WORDS[other] in answers[0] and "\n" not in answers[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_same_bytes_in_two_folders_are_good_enough(stopped, tmp_path, whole):
+    """Rank 1 has a newer file as well, but rank 0 chooses."""
+    folders = [copy_of(stopped, tmp_path, 0, 4), copy_of(stopped, tmp_path, 1, 4, 5)]
+    resumed = run(in_a_folder_of_its_own, 2, folders, 12)
+    assert [ours["saved"]["step"] for ours in resumed] == [4, 4]
+    assert [difference(*pair) for pair in zip(resumed, whole[2], strict=True)] == [0.0, 0.0]
+
+
+def test_if_rank_0_can_t_choose_no_rank_waits(folder):
+    for path in lesson.checkpoints(folder):
+        path.write_text("damaged")
+    answers = run(in_a_folder_of_its_own, 2, [folder, folder], 12)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(f"rank 0: checkpoints in {folder}: no checkpoint is intact")
+
+
+IN_A_FOLDER_PER_RANK = """
+import os
+if "RANK" in os.environ:
+    os.chdir(os.path.join(os.environ["TOP"], f"on rank {os.environ['RANK']}"))
+"""
+
+
+@pytest.mark.claim("A17", "B7")
+@pytest.mark.parametrize("other", ["an older one", "no folder"])
+def test_under_torchrun_the_last_line_names_the_rank_that_sees_something_else(
+    stopped, tmp_path, other
+):
+    for rank in (0, 1):
+        copy_of(stopped, tmp_path, rank, 4, 5)
+    OTHER[other](tmp_path / "on rank 1" / "checkpoints")
+    (tmp_path / "sitecustomize.py").write_text(IN_A_FOLDER_PER_RANK)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path), "TOP": str(tmp_path)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the killed ranks were on the CPU
+    where = tmp_path / "on rank 0"
+    finished = run_lesson(6, "--checkpoints", "checkpoints", env=environment, cwd=where)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    line = f"rank 1 failed: checkpoints in checkpoints: .*{WORDS[other]}.*\n"
+    assert re.fullmatch(line, finished.stderr), finished.stderr
 
 
 # --- Loading ---

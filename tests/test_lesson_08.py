@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import lesson_08_paddle_parallel_do as lesson
 import numpy as np
@@ -76,6 +77,30 @@ def in_threads(one):
     found = {f"gradient_{n}": sum(gradients[n] for gradients in found) for n in weights}
     return lesson.difference(found | {"loss": one["loss"]}, one)
 
+def with_gradient(weights, rows, stop=False, **options):
+    copies = {n: lesson.paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}
+    rows = {n: lesson.paddle.to_tensor(a) for n, a in rows.items()}
+    cost = lesson.language_model(copies, **rows, **options)
+    if stop:
+        cost.stop_gradient = True
+    cost.sum().backward()
+    return [name for name, copy in copies.items() if copy.grad is not None]
+
+def losses_in_a_static_graph(stop):
+    paddle = lesson.paddle
+    paddle.enable_static()
+    program, start = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(program, start):
+        cost = paddle.static.nn.fc(paddle.static.data("x", [4, 3]), 2) ** 2
+        if stop:
+            cost.stop_gradient = True
+        mean = cost.mean()
+        paddle.optimizer.SGD(0.1).minimize(mean)
+        executor = paddle.static.Executor()
+        executor.run(start)
+        feed = {"x": np.ones((4, 3), "float32")}
+        return [float(executor.run(program, feed, [mean])[0]) for _ in range(3)]
+
 def measure():
     lesson.import_paddle()
     paddle = lesson.paddle
@@ -110,6 +135,8 @@ def measure():
     by_hand = {f"gradient_{n}": sum(half[n] for half in halves) / 2 for n in weights}
     by_hand["loss"] = one["loss"]
     facts["own_words_by_hand"] = lesson.difference(by_hand, one)
+    facts["first_layer_only"] = with_gradient(weights, rows | {"share": share}, layers=(1,))
+    facts["stopped"] = with_gradient(weights, rows | {"share": share}, stop=True)
     facts["one"] = {"gpus": paddle.device.cuda.device_count(), "types": sorted({
         str(place) for place in lesson.get_places(3)})}
     try:
@@ -134,6 +161,7 @@ def measure():
     own = [rank | {"loss": one["loss"]} for rank in own]  # compare the gradients only
     facts["own_words"] = [lesson.difference(rank, one) for rank in own]
     facts["own_words_as_by_hand"] = [lesson.difference(rank, by_hand) for rank in own]
+    facts["static"] = [losses_in_a_static_graph(stop) for stop in (False, True)]
     print(json.dumps(facts))
 
 if __name__ == "__main__":
@@ -156,7 +184,7 @@ lesson.language_model = language_model
 
 if __name__ == "__main__":
     lesson.import_paddle()
-    lesson.train = lambda args, places: None
+    lesson.train = lesson.ask_tensorflow = lambda *args: None
     sys.exit(lesson.main(["--nproc", "2", "--steps", sys.argv[2], "--batch-size", "8"]))
 """
 
@@ -286,7 +314,7 @@ def test_paddle_and_tensorflow_agree_in_float32(default):
     facts = default.json
     assert 0 < facts["max_diff_to_tensorflow"] < 1e-5
     one, other = (np.array(facts[name][:50]) for name in ("loss", "loss_tensorflow"))
-    assert len(one) == 50 and (abs(one - other) / other).max() < 1e-3
+    assert len(one) == 50 and (abs(one - other) / other).max() < 1e-2  # float32: rounding grows
     assert one[-1] < one[0] - 0.5
 
 
@@ -398,12 +426,23 @@ def test_without_tensorflow_it_says_that_nothing_was_compared(monkeypatch, capsy
 
 def test_lesson_07_that_fails_is_named(monkeypatch, tmp_path):
     script = tmp_path / "lesson_07_tf_make_parallel.py"
-    script.write_text("import sys; print(sys.argv[1:]); sys.exit('first\\nno such device')")
+    said = r"first\n{sys.argv[0].rpartition('/')[2]}: error: no such device"
+    script.write_text(f'import sys; print(sys.argv[1:]); sys.exit(f"{said}")')
     monkeypatch.setattr(lesson, "__file__", str(tmp_path / "lesson_08.py"))
     monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: name)
     args = argparse.Namespace(nproc=2, json=True, data_dir=None)
     with pytest.raises(SystemExit, match=r"^lesson 07 failed: no such device$"):
         lesson.ask_tensorflow(args)
+
+
+def test_lesson_07_that_fails_does_so_before_our_own_work(monkeypatch):
+    monkeypatch.setattr(lesson, "import_paddle", lambda: None)
+    monkeypatch.setattr(lesson, "get_places", lambda count: [mock.Mock()] * count)
+    monkeypatch.setattr(lesson, "train", None)  # calling it would be a TypeError
+    monkeypatch.setattr(lesson, "ask_tensorflow", lambda args: sys.exit("lesson 07 failed"))
+    monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(SystemExit, match="lesson 07 failed"):
+        lesson.main([])
 
 
 def test_lesson_07_is_given_the_same_flags(monkeypatch, tmp_path):
@@ -469,7 +508,15 @@ def test_padded_length_gives_another_loss(facts):
     assert facts["padded"] == pytest.approx(facts["loss"] * facts["real_words"])
 
 
+@pytest.mark.needs("paddle")
 @pytest.mark.claim("D13")
+def test_the_paddle_programs_early_return_and_stopped_gradient_are_no_errors(facts):
+    assert facts["first_layer_only"] == [name for name in WEIGHTS if name[-1] != "2"]
+    assert facts["stopped"] == []
+    trained, stopped = facts["static"]  # Fluid's programs were static graphs
+    assert trained[2] < trained[0] and stopped[2] == stopped[0]
+
+
 def test_pairs_belong_together():
     sentences, _ = lesson.read_sentences()
     numbers = lesson.number_words(sentences)
@@ -492,7 +539,6 @@ def test_workers_have_the_gradient_of_one_place(facts):
 
 
 @pytest.mark.needs("paddle")
-@pytest.mark.claim("D13")
 def test_mean_over_own_words_is_not_the_mean(facts):
     assert min(facts["own_words"]) > 1e-3
     assert max(facts["own_words_as_by_hand"]) < 1e-12
@@ -572,6 +618,16 @@ def test_paddle_sees_only_the_devices_of_the_variable():
 
 
 # --- The exercise ---
+
+
+def test_the_exercise_comes_before_the_code_that_answers_it():
+    path = ROOT / "notebooks" / "lesson_08_paddle_parallel_do.ipynb"
+    cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    (task,), (answer,) = (
+        [place for place, source in enumerate(cells) if sign in source]
+        for sign in ("judge(check,", "show(lesson.worker)")
+    )
+    assert task < answer
 
 
 @pytest.mark.needs("paddle")

@@ -159,7 +159,7 @@ def statistics_under_ddp(rank, world_size, sync, name="forward_sync_buffers"):
 @pytest.mark.claim("A7")
 @pytest.mark.parametrize("sync", [True, False])
 def test_buffers_sent_before_each_forward_differ_again_after_it(sync):
-    """Before each forward, evaluation too, ranks take rank 0's; the forward then adds their own."""
+    """Before each forward here, ranks take rank 0's; in training they then add their own."""
     answers = run(statistics_under_ddp, 3, sync)
     of_rank_0 = answers[0][0]
     for seen, inputs, texts in answers:
@@ -171,6 +171,29 @@ def test_buffers_sent_before_each_forward_differ_again_after_it(sync):
             assert largest(seen[step + 1], wanted) < 1e-12
         assert torch.equal(seen[4], of_rank_0[3] if sync else seen[3])
     assert largest(answers[1][0][3], of_rank_0[3]) > 1e-3
+
+
+def buffers_sent(rank, world_size):
+    """Return whether buffers were sent before each of some forwards, all in training mode."""
+    ddp = DistributedDataParallel(lesson.make_model(nn.BatchNorm1d, 0))
+    sent = []
+    for kind in ("usual", "no_grad", "no_grad", "usual", "usual", "no_sync", "usual"):
+        context = {"no_grad": torch.no_grad, "no_sync": ddp.no_sync}.get(
+            kind, contextlib.nullcontext
+        )
+        with Wire() as wire, context():
+            outputs = ddp(batch(8)[0][4 * rank :][:4])
+        if kind != "no_grad":
+            outputs.sum().backward()
+        sent.append(
+            any((call.name, call.nbytes) == ("broadcast", 2 * 8 * 8) for call in wire.calls)
+        )
+    return sent
+
+
+@pytest.mark.claim("A7")
+def test_after_a_forward_without_gradients_the_next_one_sends_no_buffers():
+    assert run(buffers_sent, 2) == [[True, True, False, False, True, True, False]] * 2
 
 
 def test_the_old_name_broadcast_buffers_warns_and_does_not_send_when_wrapping():

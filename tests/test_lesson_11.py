@@ -166,7 +166,8 @@ def make_up_result(nproc=4, link=(1e-4, 1e-9), **seconds):
         for n in workers[1:]
         for size in lesson.SIZES
     ]
-    return {"backend": "gloo", "device": "cpu", "all_reduce": times, "turns": turns}
+    result = {"backend": "gloo", "device": "cpu", "all_reduce": times, "turns": turns}
+    return result | {"processor": 1.0}
 
 
 # --- The cost model ---
@@ -217,23 +218,13 @@ def test_errors_are_relative():
 
 @pytest.mark.claim("D3", "A3")
 def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
-    """2 to 8 devices can be linear, or useless. The model is too good for the published 8 GPUs."""
+    """2 to 8 devices can be linear, or useless. The formula says so: nothing is measured here."""
     for n in (2, 4, 8):
         sending = lesson.predict_all_reduce((1e-5, 1e-10), n, 1e8)
         low, high = lesson.predict_speedup(n * 10.0, 10.0, sending)
         assert 0.99 * n < low < high == n
         low, high = lesson.predict_speedup(n * sending / 9, sending / 9, sending)
         assert low == pytest.approx(n / 10) and high == pytest.approx(n / 9)
-    published = {1: 9, 2: 5.5, 4: 3, 8: 2}  # seconds, ResNet-34, WZMIAOMIAO
-    assert [round(published[1] / published[n] / n, 2) for n in (2, 4, 8)] == [0.82, 0.75, 0.56]
-    sending = published[2] - published[1] / 2
-    inside = {}
-    for n in (4, 8):  # a batch of 16 for each GPU: n GPUs make 2 / n of the steps of 2 GPUs
-        per_step = lesson.all_reduce_cost(n, 1)[1] / lesson.all_reduce_cost(2, 1)[1]
-        low, high = lesson.predict_speedup(9, 9 / n, sending * 2 / n * per_step)
-        inside[n] = low <= 9 / published[n] <= high
-        assert (round(low, 2), high) == {4: (3.0, 4), 8: (5.76, 8)}[n]
-    assert inside == {4: True, 8: False} and 9 / published[8] < low
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="needs /proc/self/io")
@@ -419,7 +410,7 @@ def record_turns(rank, world_size, cfg):
 @pytest.fixture(scope="module")
 def turns():
     """Return the turns of each of 3 ranks."""
-    return nbtools.run(record_turns, 3, config(nproc=3, threads=2))
+    return nbtools.run(record_turns, 3, config(nproc=3, threads=2), deadline=280)
 
 
 def test_threads_of_each_variant(turns):
@@ -574,7 +565,7 @@ def test_main_fails_when_a_part_of_the_claim_is_false(monkeypatch, capsys, what)
         monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
         code = lesson.main(["--nproc", "4"])
         last = capsys.readouterr().out.splitlines()[-1]
-        assert last.endswith("bytes on the sockets: the formula's, plus at most 2 %")
+        assert "bytes on the sockets: the formula's, plus at most 2 %; cost model: wrong by" in last
         return code, last.split()[0]
 
     assert verdict(make_up_result()) == (0, "PASS")
@@ -587,6 +578,74 @@ def test_main_fails_when_a_part_of_the_claim_is_false(monkeypatch, capsys, what)
     ]
     turn.update(WRONG[what])
     assert verdict(result) == (1, "FAIL")
+
+
+def last_line(monkeypatch, capsys, result):
+    monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
+    assert lesson.main(["--nproc", "4"]) == 0
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_verdict_says_how_far_the_model_was_off(monkeypatch, capsys):
+    """Between the two estimates it is a factor of 1; else the factor to the nearer of them."""
+    have_cores(monkeypatch, 4)
+    link, alone = (0.0, 4e-9), {1: [0.1], 2: [0.04]}
+    added = 0.04 + lesson.predict_all_reduce(link, 2, GRADIENT[LARGE])
+    for ddp, off in ((added - 0.01, 1), (2 * added, 2), (0.01, 4)):
+        result = make_up_result(nproc=2, link=link, share_alone=alone, DDP={2: [ddp]})
+        for time_ in result["all_reduce"]:
+            time_[2] /= 8 if time_[1] in lesson.SIZES[1::2] else 1  # where it is not fitted
+        line = last_line(monkeypatch, capsys, result)
+        assert result["rows"][-1]["off"] == pytest.approx(off)
+        worst = max(row["off"] for row in result["rows"] if row["off"])
+        words = f"up to 8 (all-reduce), {worst:.2g} (speed-up of DDP)"
+        assert line.endswith(f"; cost model: wrong by a factor of {words}")
+    result["all_reduce"][0][2] *= 1000  # where it is fitted
+    line = last_line(monkeypatch, capsys, result)
+    (_, fitted), (_, elsewhere) = result["errors"]
+    assert fitted > elsewhere and f"up to {fitted:.2g} (all-reduce)" in line
+
+
+@pytest.mark.parametrize(("processor", "said"), [(1.0, False), (0.91, False), (0.52, True)])
+def test_verdict_says_that_the_times_are_disturbed(monkeypatch, capsys, processor, said):
+    line = last_line(monkeypatch, capsys, make_up_result() | {"processor": processor})
+    words = "; times DISTURBED: the ranks got 52% of the processor time of an idle machine"
+    assert line.endswith(words) == said and ("DISTURBED" in line) == said
+
+
+def test_a_rank_that_has_to_wait_for_the_processor_gets_less_of_its_time(monkeypatch):
+    """The GIL is what it waits for here: another thread wants it all the time."""
+    done = threading.Event()
+
+    def disturb():
+        while not done.is_set():
+            pass
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        assert lesson.processor_share(0.5) < lesson.UNDISTURBED
+    finally:
+        done.set()
+        thread.join()
+
+
+def probes(rank, world_size, cores):
+    """Return how many times this rank has asked for its share, and what the job made of it."""
+    asked = []
+    lesson.count_cores = lambda: cores
+    lesson.processor_share = lambda: asked.append(rank) or (0.5, 0.9, 0.1)[rank]
+    return len(asked), lesson.measure(config(nproc=3))["processor"], len(asked)
+
+
+@pytest.mark.parametrize(("cores", "mean"), [(2, 0.7), (8, 0.5)])
+def test_one_rank_for_each_core_is_asked_for_its_share(cores, mean):
+    """With 3 ranks on 2 cores, the third would only take the time of the others."""
+    found = nbtools.run(probes, 3, cores)
+    turns = len(lesson.SHAPES) * 3 * len(lesson.VARIANTS)
+    turns += 2 * len(lesson.SIZES)  # each all-reduce of 2 and of 3 ranks
+    assert [after for _, _, after in found] == [turns] * 2 + [turns * (cores > 2)]
+    assert [got for _, got, _ in found] == pytest.approx([mean] * 3)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
@@ -610,7 +669,7 @@ def test_a_system_that_does_not_count_can_pass(monkeypatch, capsys):
         turn["written"] = None
     monkeypatch.setattr(lesson, "launch_job", lambda *_: result)
     assert lesson.main(["--nproc", "4"]) == 0
-    assert capsys.readouterr().out.endswith("; no bytes on sockets were counted\n")
+    assert "; no bytes on sockets were counted; cost model: " in capsys.readouterr().out
     monkeypatch.setattr(lesson.Path, "exists", lambda path: False)
     assert lesson.bytes_written() is None
 
@@ -645,7 +704,7 @@ def test_report_is_one_file_with_the_table_the_figure_and_the_numbers(script):
     numbers = text[text.index('{"lesson"') : text.index("</pre>\n</body>")]
     assert json.loads(numbers) == run.json
     assert page.count("<tr>") == 1 + 4 and page.count("<th>") == 9 and page.count("<td>") == 4 * 9
-    for published in ("4138 s", "1188 s", "110.6 s", "131.4 s", "38.0 %", "9, 5.5, 3, 2 s"):
+    for published in ("4138 s", "2 loader processes", "110.6 s", "a speed-up of 128", "38.0 %"):
         assert published in text
 
 
@@ -826,7 +885,7 @@ def test_on_gpus_the_variants_agree():
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 8, 16])
 def test_solution_is_best_by_the_lessons_own_model(most):
-    assert check(solution, most) is None
+    assert check(solution, (most,)) is None
     for _, latency, per_byte, compute, size in CASES:
         link = (latency, per_byte)
         seconds = [

@@ -1,5 +1,6 @@
 """The exercise of lesson 06: write a file so that a kill at any moment leaves it whole."""
 
+import errno
 import os
 import resource
 import signal
@@ -7,44 +8,90 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lesson_06_checkpoint_map_location import UNFINISHED
 from nbtools import run
 
 OLD, NEW = b"old " * 5_000, b"new! " * 6_000  # bytes; both larger than Python's buffer of a file
+SHORT = b"short"  # it fits into the buffer, and stays there until somebody flushes it
 
 
 def solution(data, path):
     """Write `data` (bytes) to `path`; killed at any moment, it leaves the old or the new (A17)."""
-    unfinished = path.with_name("unfinished.tmp")  # in the same folder: a rename stays on one disk
+    unfinished = path.with_name(UNFINISHED)  # in the same folder: a rename stays on one disk
     with open(unfinished, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.flush()  # from Python to the operating system
+        os.fsync(file.fileno())  # and to the disk
     os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the name is an entry of the folder: to the disk with it
+    os.close(folder)
 
 
-def _watched(attempt, path):
-    """Let the attempt write once, undisturbed; return the calls it made, in order."""
-    calls = []
+def _calls(attempt, data, path):
+    """Let the attempt write once, undisturbed; return what it synced, renamed, opened, in order.
 
-    def watch(name):
-        real = getattr(os, name)
+    A sync is ("sync", number of the file, its bytes at that moment), or without bytes for a folder;
+    a rename is ("rename", number of the file, its folder). ("open",) is `path` opened for writing.
+    """
+    calls, real = [], {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    watching = True
 
-        def watching(*args, **options):
-            calls.append((name, *args))
-            return real(*args, **options)
+    def hook(event, arguments):  # Python calls it before each opening; it can't be removed again
+        if watching and event == "open" and not isinstance(arguments[0], int):
+            same = os.path.realpath(os.fsdecode(arguments[0])) == os.path.realpath(path)
+            if same and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+                calls.append(("open",))
 
-        setattr(os, name, watching)  # for the rest of this rank, which ends after the check
+    def fsync(handle):
+        number = os.fstat(handle).st_ino
+        files = [file for file in path.parent.iterdir() if file.stat().st_ino == number]
+        calls.append(("sync", number, *[file.read_bytes() for file in files[:1]]))
+        real["fsync"](handle)
 
-    for name in ("fsync", "replace", "rename"):
-        watch(name)
-    attempt(NEW, path)
+    def renaming(name):
+        def rename(old, new, **options):
+            calls.append(("rename", os.stat(old).st_ino, Path(os.fspath(old)).parent))
+            real[name](old, new, **options)
+
+        return rename
+
+    os.fsync, os.replace, os.rename = fsync, renaming("replace"), renaming("rename")
+    sys.addaudithook(hook)
+    try:
+        attempt(data, path)
+    finally:
+        watching = False
+        os.fsync, os.replace, os.rename = real["fsync"], real["replace"], real["rename"]
     return calls
+
+
+def _order(calls, data, folder):
+    """Return None, or one sentence about a power cut that would lose what the attempt wrote."""
+    renames = [number for number, call in enumerate(calls) if call[0] == "rename"]
+    if not renames:
+        return "it puts the data in place without a rename: use os.replace"
+    if ("open",) in calls:
+        return "it opens the file of that name for writing: a kill just then leaves a part of it"
+    _, renamed, where = calls[renames[0]]
+    if where != folder:
+        return "the file to rename is in another folder, which may be on another disk"
+    before, after = calls[: renames[0]], calls[renames[-1] + 1 :]
+    synced = [call for call in before if call[:2] == ("sync", renamed)]
+    if not synced:
+        return "when it renames, the data may not be on the disk yet: call os.fsync before"
+    if ("sync", renamed, data) not in synced:
+        return "at its os.fsync the file does not hold all the data yet, so they may not be on disk"
+    if ("sync", folder.stat().st_ino) not in after:
+        return "when it returns, the new name may not be on the disk yet: nobody has synced it"
+    return None
 
 
 def _killed(attempt, path, limit=None, line=None):
     """Let a child write, killed when the file reaches `limit` bytes, or at its `line`-th line.
 
-    Return True if the child was killed, False if it came to its end before that.
+    Return True if the child was killed, False if it came to its end before that. Raises
+    FileExistsError if the child did so, because of a file that a child before it has left.
     """
     child = os.fork()
     if child == 0:
@@ -66,21 +113,32 @@ def _killed(attempt, path, limit=None, line=None):
         sys.settrace(trace if line else None)
         try:
             attempt(NEW, path)
+        except FileExistsError:
+            os._exit(errno.EEXIST)
         finally:
             os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == errno.EEXIST:
+        raise FileExistsError("the unfinished file of a killed run stops the next write")
+    return code != 0
 
 
 def _examine(rank, world_size, attempt):
     """Return None, or one sentence about what is wrong with the attempt, on this rank."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "checkpoint.pt")
-        path.write_bytes(OLD)
-        calls = _watched(attempt, path)
-        if not path.exists() or path.read_bytes() != NEW:
-            return "after an undisturbed write, the file does not hold the new data"
-        if os.listdir(folder) != [path.name]:
-            return "it leaves another file in the folder"
+        path, another = Path(folder, "checkpoint.pt"), Path(folder, "unfinished.tmp")
+        another.write_text("of another program")
+        problems = []
+        for data in (SHORT, NEW):
+            path.write_bytes(OLD)
+            calls = _calls(attempt, data, path)
+            if not path.exists() or path.read_bytes() != data:
+                return "after an undisturbed write, the file does not hold the new data"
+            if not another.exists() or another.read_text() != "of another program":
+                return f"{another.name} was another program's, and is changed or gone"
+            if sorted(os.listdir(folder)) != [path.name, another.name]:
+                return "it leaves another file in the folder"
+            problems.append(_order(calls, data, path.parent))
         for limit in (0, 1, len(NEW) // 2, len(NEW) - 1):
             path.write_bytes(OLD)
             if not _killed(attempt, path, limit=limit):
@@ -97,14 +155,7 @@ def _examine(rank, world_size, attempt):
             killed = _killed(attempt, path, line=line)
             if not path.exists() or path.read_bytes() not in (OLD, NEW):
                 return f"killed before its line {line}, it leaves neither the old file nor the new"
-        renames = [number for number, call in enumerate(calls) if call[0] != "fsync"]
-        if not renames:
-            return "it puts the data in place without a rename: use os.replace"
-        if "fsync" not in [name for name, *_ in calls[: renames[0]]]:
-            return "when it renames, the data may not be on the disk yet: call os.fsync before"
-        if Path(os.fspath(calls[renames[0]][1])).parent != path.parent:
-            return "the file to rename is in another folder, which may be on another disk"
-    return None
+    return next((problem for problem in problems if problem), None)
 
 
 def check(attempt, nproc=2):
@@ -118,3 +169,11 @@ def check(attempt, nproc=2):
 
 # The task of the notebook: its check, and its solution.
 TASKS = {"write_safely": (check, solution)}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "write_safely": (
+        "Follow `save_atomically` line by line, and ask what would be found after a power cut "
+        "just there. Are the bytes of the file the only thing that has to reach the disk?"
+    ),
+}

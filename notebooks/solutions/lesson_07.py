@@ -84,3 +84,12 @@ def check_towers(attempt, num_devices):
 
 # The task of the notebook: its check, and its solution.
 TASKS = {"split_rows": (check, solution)}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "split_rows": (
+        "Think of the edges between the parts, not of the parts: there is one edge more than "
+        "there are devices. Can you compute each edge from the number of rows, so that rounding "
+        "spreads the rest?"
+    ),
+}

@@ -10,7 +10,7 @@ from lesson_08_paddle_parallel_do import import_paddle
 
 
 def solution(loss_sum, words, world_size, all_reduce_sum):
-    """Return this rank's loss, a scalar tensor, for a framework that averages gradients (D13).
+    """Return this rank's loss, a scalar tensor, for a framework that averages gradients.
 
     `loss_sum` is the sum over this rank's `words` real words. `all_reduce_sum(number)` returns the
     sum of that number over all ranks; every rank has to call it.
@@ -31,7 +31,9 @@ def average_gradient(paddle, attempt, rows, masks):
 
             def all_reduce_sum(number, calls=calls, totals=totals):
                 calls.append(float(number))
-                return calls[-1] if totals is None else sum(ours[len(calls) - 1] for ours in totals)
+                if totals is None:
+                    return calls[-1] or 1.0  # not yet a sum, but no 0 that nobody can divide by
+                return sum(ours[len(calls) - 1] for ours in totals)
 
             weight = paddle.to_tensor(np.ones(3), stop_gradient=False)
             loss_sum = ((paddle.to_tensor(part) @ weight).exp() * paddle.to_tensor(mask)).sum()
@@ -58,7 +60,8 @@ def check_ranks(attempt, nproc):
     import_paddle()
     paddle = sys.modules["paddle"]
     generator = np.random.default_rng(0)
-    for lengths in (range(4, 4 + nproc), range(1, 1 + 5 * nproc, 5), [3] * nproc):
+    none = [0, *[3] * (nproc - 1)] if nproc > 1 else [3]  # rank 0 of several has no words
+    for lengths in (range(4, 4 + nproc), range(1, 1 + 5 * nproc, 5), [3] * nproc, none):
         rows = [generator.normal(size=(8 * nproc, 3)) for _ in lengths]
         masks = [(np.arange(8 * nproc) < length).astype("f8") for length in lengths]
         found = average_gradient(paddle, attempt, rows, masks)
@@ -71,6 +74,8 @@ def check_ranks(attempt, nproc):
         if not np.allclose(found, expected, rtol=1e-9, atol=0):
             ratio = float(found @ expected / (expected @ expected))
             hint = "some words count more than others"
+            if np.isnan(found).any():
+                hint = "it is nan"
             if np.allclose(found, ratio * expected):
                 hint = f"it is {ratio:.3g} times the right one"
             return f"{place} the average of the gradients is not that of one process: {hint}"
@@ -79,3 +84,12 @@ def check_ranks(attempt, nproc):
 
 # The task of the notebook: its check, and its solution.
 TASKS = {"scale_loss": (check, solution)}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "scale_loss": (
+        "Write down the gradient of the whole batch's mean, and under it what the ranks' average "
+        "makes of `loss_sum`. In which two numbers do they differ, and which of them does no "
+        "rank know by itself?"
+    ),
+}

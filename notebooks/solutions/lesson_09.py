@@ -69,3 +69,12 @@ def check_ranks(attempt, nproc):
 
 # The task of the notebook: its check, and its solution.
 TASKS = {"statistics_of_all_images": (check, solution)}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "statistics_of_all_images": (
+        "`batch_statistics` does it for rows, in two passes so that a large mean costs no "
+        "digits. What plays the part of its rows if every pixel is a value of its channel, and "
+        "what must then be counted?"
+    ),
+}

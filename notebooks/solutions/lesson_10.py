@@ -52,3 +52,12 @@ def check_ranks(attempt, nproc):
 
 # The task of the notebook: its check, and its solution.
 TASKS = {"loss_for_backward": (check, solution)}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "loss_for_backward": (
+        "Start from the weight that the first section gives to uneven parts, times the mean over "
+        "this rank's rows. What cancels, so that a rank without rows makes no trouble, and what "
+        "must the ranks tell each other?"
+    ),
+}

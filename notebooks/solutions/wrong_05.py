@@ -27,6 +27,17 @@ def nan_spreads(loss, rows):
     return total / count
 
 
+def nan_hidden(loss, rows):
+    total, count = reduced(torch.nan_to_num(loss) * rows, rows)
+    return total / count
+
+
+def nan_hidden_on_rank_0(loss, rows):
+    hidden = dist.get_rank() == 0 or not rows
+    total, count = reduced(torch.nan_to_num(loss) * rows if hidden else loss * rows, rows)
+    return total / count
+
+
 def only_on_rank_0(loss, rows):
     total, count = reduced(loss * rows if rows else 0.0, rows)
     return total / count if dist.get_rank() == 0 else None
@@ -35,9 +46,11 @@ def only_on_rank_0(loss, rows):
 WRONG = {
     "mean_loss": {
         "no reduction": (no_reduction, "nothing was reduced"),
-        "sum only": (sum_only, "all_reduce does not divide"),
+        "sum only": (sum_only, "all_reduce adds up by default"),
         "mean of means": (mean_of_means, "a rank with more rows must count more"),
         "nan spreads": (nan_spreads, "0 times nan is nan"),
+        "nan hidden": (nan_hidden, "a nan of rows must not be hidden"),
+        "nan hidden on rank 0": (nan_hidden_on_rank_0, "a nan of rows must not be hidden"),
         "only on rank 0": (only_on_rank_0, "returned NoneType, not a number"),
     }
 }

@@ -1,8 +1,11 @@
-"""Wrong answers to the task of lesson 06, each with what the check must say about it."""
+"""Wrong answers to the task of lesson 06, with what the check must say; and another right one."""
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
+from lesson_06_checkpoint_map_location import UNFINISHED
 from solutions.lesson_06 import solution
 
 
@@ -24,6 +27,61 @@ def without_fsync(data, path):
     os.replace(path.with_name("new"), path)
 
 
+def fsync_first(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        os.fsync(file.fileno())
+        file.write(data)
+    os.replace(path.with_name("new"), path)
+
+
+def without_flush(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    os.replace(path.with_name("new"), path)
+    sync_folder(path)
+
+
+def fsync_of_the_folder_only(data, path):
+    path.with_name("new").write_bytes(data)
+    sync_folder(path)
+    os.replace(path.with_name("new"), path)
+    sync_folder(path)
+
+
+def fsync_of_the_file_only(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_name("new"), path)
+
+
+def folder_too_early(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path)
+    os.replace(path.with_name("new"), path)
+
+
+def sync_folder(path):
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def takes_another_s_name(data, path):
+    unfinished = path.with_name("unfinished.tmp")
+    with open(unfinished, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    sync_folder(path)
+
+
 def copies(data, path):
     path.with_name("new").write_bytes(data)
     shutil.copy(path.with_name("new"), path)
@@ -35,17 +93,50 @@ def keeps_the_other(data, path):
     path.with_name("backup").write_bytes(data)
 
 
+def writes_it_again(data, path):
+    solution(data, path)
+    path.write_bytes(data)
+
+
+def stopped_by_an_old_one(data, path):
+    with open(path.with_name(UNFINISHED), "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_name(UNFINISHED), path)
+    sync_folder(path)
+
+
 def writes_nothing(data, path):
     pass
 
 
+def with_a_name_of_chance(data, path):
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    with open(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(handle)
+    Path(unfinished).rename(path)
+    sync_folder(path)
+
+
+RIGHT = {"write_safely": [with_a_name_of_chance]}
 WRONG = {
     "write_safely": {
         "directly": (directly, "it leaves 0 bytes of a file"),
         "removes first": (removes_first, "neither the old file nor the new"),
         "without fsync": (without_fsync, "call os.fsync"),
+        "fsync first": (fsync_first, "does not hold all the data yet"),
+        "without flush": (without_flush, "does not hold all the data yet"),
+        "fsync of the folder only": (fsync_of_the_folder_only, "call os.fsync before"),
+        "fsync of the file only": (fsync_of_the_file_only, "the new name may not be on the disk"),
+        "folder too early": (folder_too_early, "the new name may not be on the disk"),
+        "takes another's name": (takes_another_s_name, "was another program's"),
         "copies": (copies, "use os.replace"),
         "keeps the other": (keeps_the_other, "leaves another file"),
+        "writes it again": (writes_it_again, "it opens the file of that name for writing"),
+        "stopped by an old one": (stopped_by_an_old_one, "unfinished file of a killed run stops"),
         "writes nothing": (writes_nothing, "does not hold the new data"),
     }
 }

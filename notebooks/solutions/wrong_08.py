@@ -29,6 +29,10 @@ def only_long_parts_call(loss_sum, words, world_size, all_reduce_sum):
     return loss_sum * world_size / total
 
 
+def divides_by_its_own_words(loss_sum, words, world_size, all_reduce_sum):
+    return loss_sum / words * (words * world_size / all_reduce_sum(words))
+
+
 WRONG = {
     "scale_loss": {
         "the mean over its own words": (mean_over_own_words, "some words count more than others"),
@@ -36,6 +40,10 @@ WRONG = {
         "reduces the loss, too": (reduced_the_loss, "returned no tensor"),
         "multiplies twice": (multiplied_twice, "it is 2 times the right one"),
         "2 ranks, always": (always_2_ranks, "with 3 ranks that have 4 + 5 + 6 words"),
+        "0 divided by 0": (
+            divides_by_its_own_words,
+            "with 2 ranks that have 0 + 3 words the average",
+        ),
         "only long parts take part": (
             only_long_parts_call,
             "all_reduce_sum was not called by every rank",

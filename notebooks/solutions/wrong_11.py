@@ -38,6 +38,28 @@ def twice_the_bytes(link, compute, size, most):
     return best(seconds, most)
 
 
+def sending_is_hidden(link, compute, size, most):
+    def seconds(n):
+        return max(compute / n, 2 * (n - 1) * link[0] + 2 * (n - 1) / n * link[1] * size)
+
+    return best(seconds, most)
+
+
+def always_16(link, compute, size, most):
+    return solution(link, compute, size, 16)
+
+
+def without_the_last(link, compute, size, most):
+    return solution(link, compute, size, max(1, most - 1))
+
+
+def twice_n_messages(link, compute, size, most):
+    def seconds(n):
+        return compute / n + (n > 1) * 2 * n * link[0] + 2 * (n - 1) / n * link[1] * size
+
+    return best(seconds, most)
+
+
 def a_text(link, compute, size, most):
     return "4"
 
@@ -55,6 +77,10 @@ WRONG = {
         "half the messages": (half_the_messages, "the latency of the messages"),
         "the master's bytes": (bytes_of_the_master, "latency and bytes together"),
         "twice the bytes": (twice_the_bytes, "latency and bytes together"),
+        "all overlaps": (sending_is_hidden, "fewer are faster: the latency of the messages"),
+        "ignores the limit": (always_16, "of 3 workers at most you take 16"),
+        "without the last": (without_the_last, "you take 15; more are faster: a link that costs"),
+        "2 n messages": (twice_n_messages, "you take 1; more are faster: the latency at which"),
         "a text": (a_text, "the answer is str, not a whole number of workers"),
         "None": (nothing, "the answer is NoneType, not a whole number of workers"),
     }
