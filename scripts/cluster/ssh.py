@@ -1,0 +1,92 @@
+"""Does the work of ssh.sh: starts node.py on each machine, and ends all when one fails."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+FREE_PORT = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
+HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
+PATIENCE = 15  # seconds for the other machines to say why they fail, and to clean up
+
+
+def remote(command):
+    """Return what ssh is to run there: a command that begins with the Python of that machine."""
+    command = " ".join(shlex.quote(part) for part in command)
+    command = f'cd {shlex.quote(str(ROOT))} && exec "$(bash scripts/python.sh)" {command}'
+    return f"exec bash -c {shlex.quote(command)}"  # whatever the login shell there is
+
+
+def find_port(host):
+    """Return a port that is free on the first machine; leave with one line if ssh fails."""
+    command = [*SSH, host, remote(["-c", FREE_PORT])]
+    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if run.returncode != 0 or not run.stdout.strip().isdigit():
+        why = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        sys.exit(f"ssh {host} failed: {why}; try: ssh {host} ls {ROOT}")
+    return run.stdout.strip()
+
+
+def start(hosts, port, arguments):
+    """Start node.py on each machine. It ends when its stdin, which we hold, is closed."""
+    processes = []
+    nodes = ",".join(host.rpartition("@")[2] for host in hosts)
+    for number, host in enumerate(hosts):
+        own = [f"--nodes={nodes}", f"--node-rank={number}", f"--port={port}"]
+        command = remote(["scripts/node.py", *arguments, *own, "--end-with-stdin"])
+        there = [*SSH, host, command]
+        processes.append(subprocess.Popen(there, stdin=subprocess.PIPE, start_new_session=True))
+    return processes
+
+
+def wait(processes):
+    """Return the exit code: the first that is not 0. Then the others have some seconds left."""
+    code, end, codes = 0, float("inf"), [None]
+    while None in codes and time.monotonic() < end:
+        time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+        if code == 0 and any(codes):
+            code, end = next(filter(None, codes)), time.monotonic() + PATIENCE
+    return code
+
+
+def end(processes):
+    """Let each machine end its ranks, and wait until it has."""
+    for process in processes:
+        process.stdin.close()
+    for process in processes:
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def main():
+    arguments = sys.argv[1:]
+    if len(arguments) < 2 or not re.fullmatch(HOSTS, arguments[0]):
+        print("ssh.sh: error: expected HOST,HOST and a lesson or doctor", file=sys.stderr)
+        return 2
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    hosts, *arguments = arguments[0].split(","), *arguments[1:]
+    processes = []
+    try:
+        processes += start(hosts, find_port(hosts[0]), arguments)
+        return wait(processes)
+    except SystemExit as stop:
+        if isinstance(stop.code, int):
+            print("interrupted: all that was started has ended", file=sys.stderr)
+        raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        end(processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Two machines made of one, on Linux, as root: what two_machines.py and machine_faults.py run on.
+
+A machine is a set of namespaces: it has its own interfaces (eth0 is 10.14.0.1 or 10.14.0.2), host
+name, /etc/hosts and processes. Nothing of it has a name outside, so any number of runs can go on at
+once. When the first process of a machine ends, Linux kills all others, and with the last one the
+machine and its cable are gone, however the script that made it has ended. (After a SIGKILL its
+temporary folder stays, with hosts, nsswitch.conf and what the processes have said.)
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+ADDRESSES = ("10.14.0.1", "10.14.0.2")
+PORT = 29500  # torchrun's own default; nobody else can have taken it on these machines
+
+
+def end_with_parent():
+    """Be killed when the process that started us ends, however it ends."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+class Machine:
+    """Namespaces for network, host name, mounts and processes. `first` is their process 1."""
+
+    def __init__(self, number):
+        self.address, self.name = ADDRESSES[number], f"machine{number}"
+        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
+        command += ["--mount-proc", "sh", "-c", "echo ready; exec sleep infinity"]
+        options = {"stdout": subprocess.PIPE, "preexec_fn": end_with_parent}
+        self.unshare = subprocess.Popen(command, **options)
+        try:
+            self.set_up()
+        except BaseException:
+            self.kill()
+            raise
+
+    def set_up(self):
+        """Wait for the machine's process 1; give it a name and its own 127.0.0.1."""
+        if self.unshare.stdout.readline() != b"ready\n":
+            raise OSError("unshare could not make a machine: is this a container without rights?")
+        children = Path(f"/proc/{self.unshare.pid}/task/{self.unshare.pid}/children")
+        self.first = children.read_text().split()[0]
+        self.do("hostname", self.name)
+        self.do("ip", "link", "set", "lo", "up")
+
+    def enter(self, *command):
+        """Return the command that runs `command` on this machine."""
+        where = ["--net", "--uts", "--mount", "--pid", f"--wd={os.getcwd()}"]
+        return ["nsenter", f"--target={self.first}", *where, "--", *map(str, command)]
+
+    def do(self, *command):
+        """Run a command on this machine; raises CalledProcessError."""
+        subprocess.run(self.enter(*command), check=True, capture_output=True, text=True)
+
+    def start(self, *command, **options):
+        """Start a command on this machine; return the process."""
+        options = {"preexec_fn": end_with_parent, "stdin": subprocess.DEVNULL} | options
+        return subprocess.Popen(self.enter(*command), **options)
+
+    def names(self, folder, own=None):
+        """Let this machine know both names; its own can have another address, as on Debian."""
+        hosts = Path(folder, f"hosts_{self.name}")
+        known = {f"machine{number}": address for number, address in enumerate(ADDRESSES)}
+        known |= {self.name: own or self.address, "localhost": "127.0.0.1"}
+        hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+        self.do("mount", "--bind", hosts, "/etc/hosts")
+        switch = Path(folder, "nsswitch.conf")
+        switch.write_text("hosts: files\n")  # there is no name server to wait for
+        self.do("mount", "--bind", switch, "/etc/nsswitch.conf")
+
+    def kill(self):
+        """Pull the plug."""
+        self.unshare.kill()  # and Linux kills the machine's process 1, and with it all others
+        self.unshare.wait()
+        self.unshare.stdout.close()
+
+
+class TwoMachines:
+    """Two machines and the cable between them, for the length of a `with`."""
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.machines = []
+        try:
+            for number in (0, 1):
+                self.machines.append(Machine(number))
+            self.connect()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def connect(self):
+        """Lay the cable, and give its ends their addresses."""
+        ends = [["eth0", "netns", machine.first] for machine in self.machines]
+        command = ["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        for machine in self.machines:
+            machine.do("ip", "address", "add", f"{machine.address}/24", "dev", "eth0")
+            machine.do("ip", "link", "set", "eth0", "up")
+            machine.names(self.folder.name)
+
+    def replace(self, number):
+        """Put a new machine in the place of one that has been killed."""
+        other = self.machines[1 - number]
+        self.machines[number] = Machine(number)
+        if Path(f"/proc/{other.first}/ns").exists():  # the end of the old cable
+            subprocess.run(other.enter("ip", "link", "delete", "eth0"), capture_output=True)
+        self.connect()
+
+    def __exit__(self, *error):
+        for machine in self.machines:
+            machine.kill()
+        self.folder.cleanup()
+
+    def limit(self, rate=0, delay=0):
+        """Make the cable slow: megabits per second, milliseconds. Raises CalledProcessError."""
+        shape = ["netem", "delay", f"{delay}ms"] + ["rate", f"{rate}mbit"] * bool(rate)
+        if rate and not delay:  # older kernels than those with netem have this
+            shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
+        for machine in self.machines:
+            machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+
+    def cut(self):
+        """Cut the cable; no process of either machine is told."""
+        self.machines[1].do("ip", "link", "set", "eth0", "down")

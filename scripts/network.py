@@ -1,0 +1,98 @@
+"""What this machine's network looks like, seen with the standard library alone."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import threading
+
+SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # "the address of an interface"
+
+
+def interfaces():
+    """Return {interface: its first IPv4 address, or None}, in the system's order."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+            except OSError:
+                found[name] = None
+    return found
+
+
+def is_loopback(address):
+    """Return whether only this machine can reach `address`, a number and not a name."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def outward():
+    """Return the interfaces at which another machine may reach this one."""
+    return [name for name, address in interfaces().items() if address and not is_loopback(address)]
+
+
+def addresses_of(name, seconds=10):
+    """Return the addresses that `name` resolves to, or [], after at most so many seconds.
+
+    A resolver that gets no answer can keep a program for longer than that.
+    """
+    found = []
+
+    def look_up():
+        try:
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except OSError:
+            return
+        found.extend(answer[4][0] for answer in answers)
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return list(dict.fromkeys(found))
+
+
+def address_towards(address):
+    """Return this machine's own address on the way to `address`; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def interface_of(address):
+    """Return the interface that has this address, or None; any 127.x.x.x is the loopback's."""
+    for name, own in interfaces().items():
+        if own == address or (own and is_loopback(own) and is_loopback(address)):
+            return name
+    return None
+
+
+def gloo_address():
+    """Return the address that gloo gives to the other ranks, as ProcessGroupGloo.cpp chooses it.
+
+    That of the interface in GLOO_SOCKET_IFNAME; else the first one of the host's name that belongs
+    to this machine; else 127.0.0.1. Raises OSError if there is no such interface.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if chosen:
+        address = interfaces().get(chosen)
+        if address is None:
+            raise OSError(f"GLOO_SOCKET_IFNAME={chosen}: no such interface, or it has no address")
+        return address
+    for address in addresses_of(socket.gethostname()):
+        try:
+            listen_at(address).close()
+            return address
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def listen_at(address, port=0):
+    """Return a socket that listens at this address alone, by default at a free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=128)

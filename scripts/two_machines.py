@@ -1,0 +1,145 @@
+"""Run a lesson on two machines that are one: two network namespaces, joined by a cable.
+
+    bash scripts/two_machines.sh LESSON [--nproc RANKS] [--rendezvous static|c10d]
+        [--rate MBIT] [--delay MS] [--cut SECONDS] [--verbose] [flags of the lesson]
+    bash scripts/two_machines.sh faults [NAME ...]
+
+LESSON is 14, or the number of any other lesson that torchrun starts (02) or that starts its ranks
+with launch_job(func, nproc, ...) (03). It needs Linux, and to be run as root; machines.py
+makes the namespaces, and `faults` is machine_faults.py.
+
+--nproc       ranks on both machines together (4); the first one has the odd one
+--rate        the cable carries so many megabits per second
+--delay       each packet arrives so many milliseconds later (the kernel needs netem)
+--cut         the cable is cut so many seconds after the start
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import machine_faults
+from machines import ADDRESSES, PORT, TwoMachines
+from torchrun import explain
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = {"--nproc": "4", "--rate": "0", "--delay": "0", "--cut": "0", "--rendezvous": "static"}
+
+
+def refuse(text):
+    """Leave with one line and exit code 2."""
+    print(f"two_machines.py: error: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_flags(arguments):
+    """Return (our own flags, the flags of the lesson); leave with one line if one is wrong."""
+    own, flags = dict(OWN), []
+    while arguments:
+        name, equals, value = arguments.pop(0).partition("=")
+        if name not in own:
+            flags.append(name + equals + value)
+        elif equals or arguments:
+            own[name] = value if equals else arguments.pop(0)
+        else:
+            refuse(f"argument {name}: expected one argument")
+    for name in ("--nproc", "--rate", "--delay", "--cut"):
+        if not re.fullmatch("[0-9]{1,6}", own[name]):
+            refuse(f"argument {name}: must be a whole number, not '{own[name][:40]}'")
+    if not 2 <= int(own["--nproc"]) <= 64:
+        refuse(f"argument --nproc: must be from 2 to 64, not {own['--nproc']}")
+    if own["--rendezvous"] not in ("static", "c10d"):
+        refuse(f"argument --rendezvous: must be static or c10d, not '{own['--rendezvous'][:40]}'")
+    return own, flags
+
+
+def find_lesson(number):
+    """Return (script, environment for its ranks) of a lesson that can run on two machines."""
+    found = list((ROOT / "lessons").glob(f"lesson_{number:0>2}_*.py")) if number.isdigit() else []
+    if not found:
+        refuse(f"argument LESSON: there is no lesson '{number[:40]}'")
+    text = found[0].read_text(encoding="utf-8")
+    if "\ndef launch_job(func, nproc, " in text:
+        return ROOT / "scripts" / "launched_rank.py", {"LOCKSTEP_LAUNCHES": str(found[0])}
+    launcher = (ROOT / "scripts" / f"lesson_{number:0>2}.sh").read_text()
+    if "torchrun.py" in launcher or "--nnodes" in text:
+        return found[0], {}
+    refuse(f"argument LESSON: lesson {number} stays on one machine: no launcher starts its ranks")
+
+
+def torchrun(node, ranks, rendezvous, program, flags):
+    """Return the command of machine `node`, of two."""
+    ranks_here = (ranks + 1 - node) // 2
+    command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={ranks_here}"]
+    if rendezvous == "c10d":
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=machine0:{PORT}", "--rdzv-id=lesson"]
+    else:
+        command += [f"--node-rank={node}", f"--master-addr={ADDRESSES[0]}"]
+        command += [f"--master-port={PORT}"]
+    return [sys.executable, *command, program, *flags]
+
+
+def run(two, lesson, own, flags):
+    """Run the lesson on two machines; return the exit code."""
+    script, environment = find_lesson(lesson)
+    ends, rank = Path(two.folder.name, "ends"), ROOT / "scripts" / "rank.py"
+    ends.mkdir()
+    environment |= {"LOCKSTEP_LESSON": str(script), "LOCKSTEP_ENDS": str(ends)}
+    environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    launchers, logs = [], [Path(two.folder.name, f"stderr_{node}") for node in (0, 1)]
+    for node, machine in enumerate(two.machines):
+        command = torchrun(node, int(own["--nproc"]), own["--rendezvous"], rank, flags)
+        with open(logs[node], "w") as log:
+            options = {"env": {**os.environ, **environment}, "stderr": log}
+            launchers.append(machine.start(*command, **options))
+    since_cut = wait(two, launchers, int(own["--cut"]))
+    if not any(launcher.returncode for launcher in launchers):
+        return 0
+    said = [log.read_text() for log in logs]
+    if os.environ.get("LOCKSTEP_VERBOSE") == "1":
+        sys.stderr.writelines(said)
+    refused = re.findall(r"^.*\.py: error: .*$", said[0], re.MULTILINE)
+    last_line = ("".join(said).strip() or "the launchers have said nothing").splitlines()[-1]
+    after = f"{since_cut:.0f} s after the cut: " if since_cut else ""
+    print(refused[0] if refused else after + (explain({}, ends) or last_line), file=sys.stderr)
+    return 2 if refused else 1
+
+
+def wait(two, launchers, cut):
+    """Wait until both launchers have ended, or one has failed; cut the cable after `cut` seconds.
+
+    Return the seconds since the cut, or None if there was none.
+    """
+    start, moment = time.monotonic(), None
+    while any(job.poll() is None for job in launchers) and not any(job.poll() for job in launchers):
+        time.sleep(0.05)
+        if cut and moment is None and time.monotonic() - start >= cut:
+            two.cut()
+            moment = time.monotonic()
+    return moment and time.monotonic() - moment
+
+
+def main():
+    """Run a lesson or the faults; return the exit code."""
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    what, *arguments = sys.argv[1:]
+    if what == "faults":
+        return machine_faults.main(arguments)
+    own, flags = read_flags(arguments)
+    find_lesson(what)
+    with TwoMachines() as two:
+        if int(own["--rate"]) or int(own["--delay"]):
+            try:
+                two.limit(int(own["--rate"]), int(own["--delay"]))
+            except subprocess.CalledProcessError as error:
+                refuse(f"the cable can't be made slow: tc says: {error.stderr.strip()[:200]}")
+        return run(two, what, own, flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
