@@ -3,6 +3,8 @@
     python scripts/environment.py --check    exit code 0 if this interpreter has the requirements
     python scripts/environment.py --make     make .venv, or repair it; called by setup.sh
 
+With `site` behind it, the same for the environment that builds the web site: .venv.site.
+
 Only the standard library is used, because this file runs before anything is installed.
 """
 
@@ -18,9 +20,11 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REQUIREMENTS = ROOT / "requirements.txt"
-ENVIRONMENT = ROOT / ".venv"
-STATE = ROOT / ".venv.state"  # says "installing" from before the first file until the last one
+FOR_THE_SITE = sys.argv[2:] == ["site"]
+SITE_GB = 0.5  # of the disk, as below; measured: 0.3
+REQUIREMENTS = ROOT / ("docs/requirements.txt" if FOR_THE_SITE else "requirements.txt")
+ENVIRONMENT = ROOT / (".venv.site" if FOR_THE_SITE else ".venv")
+STATE = ROOT / f"{ENVIRONMENT.name}.state"  # "installing" from before the first file to the last
 
 # What an installation takes of the disk at its highest, in GB: the files of .venv, and twice the
 # downloads, in pip's temporary folder and in its cache. Measured on Linux with the versions of
@@ -34,6 +38,7 @@ CAUSES = {  # what the output of pip or ensurepip contains: what it means, and t
     "No matching distribution": "the package index has no version for this Python and system. "
     "Use another Python, or look at PIP_INDEX_URL if you have set it",
 }
+LARGE = "some GB, a few minutes; README.md says how to get the small CPU build)"
 
 
 class SetupFailed(Exception):
@@ -63,7 +68,8 @@ def is_complete():
     interpreter = ENVIRONMENT / "bin" / "python"
     if not interpreter.exists() or (STATE.exists() and STATE.read_text() == "installing"):
         return False
-    return subprocess.run([interpreter, __file__, "--check"], capture_output=True).returncode == 0
+    check = [interpreter, __file__, "--check", *sys.argv[2:]]
+    return subprocess.run(check, capture_output=True).returncode == 0
 
 
 def check_disk():
@@ -71,7 +77,9 @@ def check_disk():
     addresses = os.environ.get("PIP_INDEX_URL", "") + os.environ.get("PIP_EXTRA_INDEX_URL", "")
     build = "CPU" if sys.platform == "darwin" or "/cpu" in addresses else "CUDA"
     free = shutil.disk_usage(ROOT).free / 1e9
-    if free < DISK_GB[build]:
+    if FOR_THE_SITE and free < SITE_GB:
+        raise SetupFailed(f"it needs {SITE_GB} GB of the disk of {ROOT}. Make room")
+    if not FOR_THE_SITE and free < DISK_GB[build]:
         smaller = ", or take the CPU build (README.md, A smaller download)" * (build == "CUDA")
         raise SetupFailed(
             f"it needs {DISK_GB[build]} GB of the disk of {ROOT} ({build} build of torch), "
@@ -151,11 +159,8 @@ def make():
         is_new = not (ENVIRONMENT / "bin" / "python").exists()
         if is_new:
             check_disk()
-        print(
-            f"installing the requirements into {ENVIRONMENT}\n"
-            "(once only: some GB, a few minutes; README.md says how to get the small CPU build)",
-            file=sys.stderr,
-        )
+        print(f"installing the requirements into {ENVIRONMENT}", file=sys.stderr)
+        print("(once only: " + ("0.3 GB, a minute)" if FOR_THE_SITE else LARGE), file=sys.stderr)
         STATE.write_text("installing")
         try:
             install(state)
@@ -179,9 +184,9 @@ def interrupt(number, frame):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
+    if sys.argv[1:2] == ["--check"]:
         sys.exit(1 if missing_requirements() else 0)
-    if sys.argv[1:] != ["--make"]:
+    if sys.argv[1:2] != ["--make"]:
         sys.exit(__doc__)
     for number in SIGNALS:
         signal.signal(number, interrupt)

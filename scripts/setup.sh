@@ -2,13 +2,15 @@
 # Finds a Python that has everything in requirements.txt; makes .venv if there is none.
 #   bash scripts/setup.sh       prepares everything and says which Python is used
 #   source scripts/setup.sh     what the launchers do: it sets $root and $python
+# With lockstep_for=site it is docs/requirements.txt and .venv.site: what builds the web site.
 # LOCKSTEP_PYTHON=/path/to/python uses that interpreter as it is: no version is checked, nothing is
 # installed. (The launchers say which package a lesson lacks.)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+lockstep_for=${lockstep_for:-}
 
 make_environment() { # a signal that reaches only this shell is handed on, so that no pip stays
-    "$1" "$root/scripts/environment.py" --make &
+    "$1" "$root/scripts/environment.py" --make $lockstep_for &
     local installer=$! code=0
     trap 'kill "$installer" 2>/dev/null; wait "$installer"' INT TERM HUP
     wait "$installer" || code=$?
@@ -18,13 +20,13 @@ make_environment() { # a signal that reaches only this shell is handed on, so th
 
 find_python() { # sets $python to the interpreter to use
     local candidate
-    if [ -n "${LOCKSTEP_PYTHON:-}" ]; then
+    if [ -n "${LOCKSTEP_PYTHON:-}" ] && [ -z "$lockstep_for" ]; then
         python=$("$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null) && return
         echo "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is not a Python interpreter" >&2
         return 2
     fi
     # 1. The active environment, if it has the requirements.
-    if python3 "$root/scripts/environment.py" --check 2>/dev/null; then
+    if python3 "$root/scripts/environment.py" --check $lockstep_for 2>/dev/null; then
         python=$(python3 -c 'import sys; print(sys.executable)')
         return
     fi
@@ -33,7 +35,7 @@ find_python() { # sets $python to the interpreter to use
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             "$candidate" -c 'import ensurepip' 2>/dev/null || continue
             make_environment "$candidate" || return
-            python=$root/.venv/bin/python
+            python=$root/.venv${lockstep_for:+.site}/bin/python
             return
         fi
     done

@@ -240,6 +240,30 @@ def test_tasks_take_the_solution_and_refuse_wrong_answers(lesson, examined):
             assert words in verdict and "\n" not in verdict, (task, attempt, verdict)
 
 
+def literal(lesson, name):
+    """Return the dictionary `name` of a solution module, not evaluated: what a site reads."""
+    source = (ROOT / "notebooks" / "solutions" / f"lesson_{lesson}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return node.value
+    raise AssertionError(f"lesson {lesson} has no {name}")
+
+
+@each
+def test_every_task_has_a_hint(lesson):
+    hints = ast.literal_eval(literal(lesson, "HINTS"))
+    assert list(hints) == [ast.literal_eval(task) for task in literal(lesson, "TASKS").keys]
+    assert all(8 <= len(hint.split()) <= 45 for hint in hints.values()), hints
+
+
+@each
+def test_no_hint_tells_the_number(lesson, examined):
+    hints = ast.literal_eval(literal(lesson, "HINTS"))
+    for task, answer in examined(lesson)["numbers"].items():
+        told = re.findall(r"\b\d+(?:\.\d+)?\b", hints[task].replace(",", ""))
+        assert not [number for number in told if abs(float(number) / answer - 1) < 0.01], task
+
+
 @each
 def test_notebook_has_its_tasks_unsolved(lesson):
     judged = [(source, printed(cell)) for source, cell in cells(lesson) if "judge(" in source]
@@ -288,6 +312,16 @@ def test_notebook_shows_and_runs_the_script(lesson):
     code = "\n".join(source for source, _ in cells(lesson))
     assert "show(lesson." in code and ("launch(" in code or "subprocess.run(" in code)
     assert any("image/png" in json.dumps(cell["outputs"]) for _, cell in cells(lesson))
+
+
+@each
+def test_every_picture_has_a_text_alternative(lesson):
+    """What is seen, and what it shows, for readers who can't see it: in the cell's metadata."""
+    pictures = [cell for _, cell in cells(lesson) if "image/png" in json.dumps(cell["outputs"])]
+    options = [cell["metadata"].get("mystnb", {}) for cell in pictures]
+    texts = [option.get("image", {}).get("alt", "") for option in options]
+    assert all(len(text.split()) >= 8 for text in texts), texts
+    assert len(set(texts)) == len(texts)
 
 
 @each_second

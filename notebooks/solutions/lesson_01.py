@@ -156,3 +156,25 @@ TASKS = {
     "megabytes_of_parameters": (check_megabytes_of_parameters, megabytes_of_parameters),
     "loss_inside_step": (check_loss_inside_step, loss_inside_step),
 }
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "devices_with_rows": (
+        "Hand full parts out to one device after the other, as in the picture of the five moves, "
+        "until no row is left. Which devices come too late?"
+    ),
+    "ScalesInputs": (
+        "Look again at the two counters of `CountsCalls`: one forgets everything, the other "
+        "keeps device 0's share. What is different in where each is kept, and in how it is "
+        "changed?"
+    ),
+    "megabytes_of_parameters": (
+        "In the picture of the five moves, count the arrows of move 2, and look at what each of "
+        "them carries. How does the picture change with one device more and a larger model?"
+    ),
+    "loss_inside_step": (
+        "Write the mean over the whole batch as a sum over the parts. How much must a part's own "
+        "mean weigh in it if the parts differ in length, and on which device do the numbers "
+        "meet?"
+    ),
+}

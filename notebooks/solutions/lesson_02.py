@@ -215,3 +215,24 @@ TASKS = {
     "deal_and_train": (check_deal_and_train, deal_and_train),
     "my_ddp": (check_my_ddp, my_ddp),
 }
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "rows_in_a_step": (
+        "Find the share of one rank in the `DataLoader` line of `train`. Then ask whether the "
+        "shares of all ranks still add up to the batch."
+    ),
+    "megabytes_handed_in": (
+        "In the log of the slow motion, compare the bytes of a backward with those of all "
+        "parameters. Which factor of lesson 01's task has no place here, where nobody is the "
+        "master?"
+    ),
+    "deal_and_train": (
+        "Write down how many batches each rank has, and which all-reduce only one of them calls. "
+        "What has to be equal on all ranks before the loop begins?"
+    ),
+    "my_ddp": (
+        'The picture "Parameters travel once" shows two collectives at two moments. Which of '
+        "them belongs in the call itself, which in a hook, and what makes a mean out of a sum?"
+    ),
+}

@@ -142,3 +142,19 @@ TASKS = {
     "balanced_accuracy": (check_balanced_accuracy, balanced_accuracy),
     "evaluate_on_rank_0": (check_evaluate_on_rank_0, evaluate_on_rank_0),
 }
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "images_dealt": (
+        "The sampler may repeat an image but leave none out, so to which side does it round when "
+        "it computes the share of one rank? The question is about all the shares together."
+    ),
+    "balanced_accuracy": (
+        "Do as `evaluate` does for macro F1: find what the score is made of, for each class, and "
+        "let the ranks send that. Which step has to wait until after the sum?"
+    ),
+    "evaluate_on_rank_0": (
+        "Find the line of `evaluate` in which the ranks meet, and ask who reaches it here. Doing "
+        "the work and using its result are two decisions."
+    ),
+}
