@@ -134,6 +134,15 @@ def default_run(tmp_path_factory):
     return run_once
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """Give the next test the environment that this one has found: a lesson may set a variable."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 # --- Options, and what is skipped ---
 
 

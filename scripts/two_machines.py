@@ -57,17 +57,27 @@ def read_flags(arguments):
 
 
 def find_lesson(number):
-    """Return (script, environment for its ranks) of a lesson that can run on two machines."""
+    """Return (script, whether it starts its ranks itself) of a lesson for two machines."""
     found = list((ROOT / "lessons").glob(f"lesson_{number:0>2}_*.py")) if number.isdigit() else []
     if not found:
         refuse(f"argument LESSON: there is no lesson '{number[:40]}'")
     text = found[0].read_text(encoding="utf-8")
     if "\ndef launch_job(func, nproc, " in text:
-        return ROOT / "scripts" / "launched_rank.py", {"LOCKSTEP_LAUNCHES": str(found[0])}
+        return found[0], True
     launcher = (ROOT / "scripts" / f"lesson_{number:0>2}.sh").read_text()
     if "torchrun.py" in launcher or "--nnodes" in text:
-        return found[0], {}
+        return found[0], False
     refuse(f"argument LESSON: lesson {number} stays on one machine: no launcher starts its ranks")
+
+
+def check(script, flags, ranks):
+    """Let the lesson check its flags, as its rank 0, before there is any machine; leave with 2."""
+    place = {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, str(script), "--check", *flags]
+    if subprocess.run(command, env=os.environ | place).returncode:
+        sys.exit(2)  # it has said why
+    if {"-h", "--help"} & set(flags):
+        sys.exit()
 
 
 def torchrun(node, ranks, rendezvous, program, flags):
@@ -82,12 +92,14 @@ def torchrun(node, ranks, rendezvous, program, flags):
     return [sys.executable, *command, program, *flags]
 
 
-def run(two, lesson, own, flags):
+def run(two, script, launches, own, flags):
     """Run the lesson on two machines; return the exit code."""
-    script, environment = find_lesson(lesson)
     ends, rank = Path(two.folder.name, "ends"), ROOT / "scripts" / "rank.py"
     ends.mkdir()
-    environment |= {"LOCKSTEP_LESSON": str(script), "LOCKSTEP_ENDS": str(ends)}
+    environment = {"LOCKSTEP_LESSON": str(script), "LOCKSTEP_ENDS": str(ends)}
+    if launches:
+        environment["LOCKSTEP_LESSON"] = str(ROOT / "scripts" / "launched_rank.py")
+        environment["LOCKSTEP_LAUNCHES"] = str(script)
     environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     launchers, logs = [], [Path(two.folder.name, f"stderr_{node}") for node in (0, 1)]
     for node, machine in enumerate(two.machines):
@@ -98,14 +110,16 @@ def run(two, lesson, own, flags):
     since_cut = wait(two, launchers, int(own["--cut"]))
     if not any(launcher.returncode for launcher in launchers):
         return 0
-    said = [log.read_text() for log in logs]
+    said = "".join(log.read_text() for log in logs).strip() or "the launchers have said nothing"
     if os.environ.get("LOCKSTEP_VERBOSE") == "1":
-        sys.stderr.writelines(said)
-    refused = re.findall(r"^.*\.py: error: .*$", said[0], re.MULTILINE)
-    last_line = ("".join(said).strip() or "the launchers have said nothing").splitlines()[-1]
-    after = f"{since_cut:.0f} s after the cut: " if since_cut else ""
-    print(refused[0] if refused else after + (explain({}, ends) or last_line), file=sys.stderr)
-    return 2 if refused else 1
+        print(said, file=sys.stderr)
+    why = explain({}, ends)
+    if not any(ends.iterdir()):  # no rank has come to its end: the launchers know why
+        why = said.splitlines()[-1]
+    if why:
+        after = f"{since_cut:.0f} s after the cut: " if since_cut else ""
+        print(after + why, file=sys.stderr)
+    return 1
 
 
 def wait(two, launchers, cut):
@@ -131,14 +145,16 @@ def main():
     if what == "faults":
         return machine_faults.main(arguments)
     own, flags = read_flags(arguments)
-    find_lesson(what)
+    script, launches = find_lesson(what)
+    its_own = ["--nproc", own["--nproc"]] if launches else []
+    check(script, flags + its_own, int(own["--nproc"]))
     with TwoMachines() as two:
         if int(own["--rate"]) or int(own["--delay"]):
             try:
                 two.limit(int(own["--rate"]), int(own["--delay"]))
             except subprocess.CalledProcessError as error:
                 refuse(f"the cable can't be made slow: tc says: {error.stderr.strip()[:200]}")
-        return run(two, what, own, flags)
+        return run(two, script, launches, own, flags)
 
 
 if __name__ == "__main__":
