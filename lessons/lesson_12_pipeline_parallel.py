@@ -341,7 +341,8 @@ def main(
     exact = result["max_grad_diff"] < 1e-12 and result["library_diff"] < 1e-12
     as_planned = abs(result["bubble"] - result["bubble_formula"]) < 1e-12
     passed = exact and as_planned and result["loss_last"] < result["loss_first"]
-    claim = f"{world_size} stages have the gradients of one process: largest difference"
+    who = "1 stage has" if world_size == 1 else f"{world_size} stages have"
+    claim = f"{who} the gradients of one process: largest difference"
     return passed, f"{claim} {result['max_grad_diff']:.2g}", result
 
 

@@ -48,12 +48,13 @@ globalThis.history = {
   },
 };
 Object.assign(window, { location, history, matchMedia: () => ({ matches: true }) });
+globalThis.language = new Element(HTML, "a");  // leads to the page in the other language
 globalThis.document = {
   getElementById: (wanted) => (wanted === id ? root : null),
   createElement: (tag) => new Element(HTML, tag),
   createElementNS: (space, tag) => new Element(space, tag),
   querySelector: () => null,
-  querySelectorAll: () => [],
+  querySelectorAll: (wanted) => (wanted === ".languages a" ? [language] : []),
 };
 globalThis.cancelAnimationFrame = () => {};
 // The reader follows a link to another `hash` of the page.

@@ -196,6 +196,13 @@ def test_an_address_sets_all_settings_and_a_link_into_the_page_none():
 
 
 @needs_node
+def test_the_other_language_has_the_same_settings():
+    code = 'go("#devices=1024"); language.fire("click"); return [language.hash, location.hash];'
+    theirs, ours = ask("cost_model", code)
+    assert theirs == ours and "devices=1024" in theirs
+
+
+@needs_node
 def test_numbers_and_words_for_them():
     code = """const { bytes, count, few, time } = interactive;
         go("#devices=1");

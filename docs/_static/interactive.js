@@ -201,6 +201,13 @@ const interactive = (() => {
     });
   }
 
+  // The same page in the other language begins with the same settings.
+  function takeAlong() {
+    for (const link of document.querySelectorAll(".languages a")) {
+      link.addEventListener("click", () => { link.hash = window.location.hash; });
+    }
+  }
+
   // --- Tasks: a link such as #task=1&devices=8 sets the controls, and leads to them ---
 
   function goTo(element, block) {
@@ -271,6 +278,7 @@ const interactive = (() => {
     }
     listenToAddress(kept, state, start);
     listenToTasks(form, start);
+    takeAlong();
     render();
     if (!namesSettings(kept, window.location.hash)) writeAddress(kept, state);
   }
