@@ -172,7 +172,7 @@ def train(mesh, device, data, model, batch_size, seed=0):
         for rows, targets in loader:
             optimizer.zero_grad()
             loss = mse_loss(averaged(rows.to(device)), targets.to(device))
-            loss.backward()  # f's all-reduces among "tensor", and DDP's among "data" between them
+            loss.backward()  # f's all-reduces among "tensor"; at the end DDP's, among "data"
             optimizer.step()
             yield rows, targets, loss.detach()
 

@@ -1,6 +1,7 @@
 """Solutions of the tasks of lesson 02, and their checks."""
 
 import tempfile
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -61,7 +62,7 @@ def deal_and_train(rank, world_size, rows, targets, model, batch_size):
 
 
 def examine_deal_and_train(rank, world_size, attempt, folder):
-    """Run the attempt; return the row numbers of each step, and the parameters at the end.
+    """Run the attempt; return the row numbers of each step, the parameters, and what it returned.
 
     The first column of the rows holds their number, and a hook in the model reads it.
     """
@@ -73,8 +74,8 @@ def examine_deal_and_train(rank, world_size, attempt, folder):
         Path(folder, str(rank)).write_text(str(len(steps)))
 
     model.register_forward_pre_hook(read_numbers)
-    attempt(rank, world_size, rows, targets, model, 10)
-    return steps, parameters_to_vector(model.parameters()).detach()
+    returned = attempt(rank, world_size, rows, targets, model, 10)
+    return steps, parameters_to_vector(model.parameters()).detach(), returned
 
 
 def make_numbered_rows():
@@ -101,8 +102,8 @@ def run_deal_and_train(attempt, nproc):
 def expected_parameters(seen):
     """Return the parameters after the steps that were seen, with gradients averaged over ranks."""
     rows, targets, model = make_numbered_rows()
-    for step in range(max(len(steps) for steps, _ in seen)):
-        batches = [steps[step] for steps, _ in seen if step < len(steps)]
+    for step in range(max(len(steps) for steps, *_ in seen)):
+        batches = [steps[step] for steps, *_ in seen if step < len(steps)]
         losses = [mse_loss(model(rows[numbers]), targets[numbers]) for numbers in batches]
         gradients = torch.autograd.grad(sum(losses) / len(seen), list(model.parameters()))
         with torch.no_grad():
@@ -118,16 +119,22 @@ def check_deal_and_train(attempt):
         seen = run_deal_and_train(attempt, nproc)
         if isinstance(seen, str):
             return f"{where} {seen}"
-        used = [{number for numbers in steps for number in numbers} for steps, _ in seen]
+        used = [set(chain(*steps)) for steps, *_ in seen]
         different = set().union(*used)
         if len(different) < 90:
             return f"{where} only {len(different)} different rows were trained on"
         if sum(map(len, used)) - len(different) > 10:
             return f"{where} the ranks' rows overlap"
-        if not all((theirs - seen[0][1]).abs().max() == 0 for _, theirs in seen):
+        if not all((theirs - seen[0][1]).abs().max() == 0 for _, theirs, _ in seen):
             return f"{where} the ranks' parameters differ"
         if not (seen[0][1] - expected_parameters(seen)).abs().max() < 1e-5:
             return f"{where} the parameters are not those of averaged gradients, step by step"
+        largest = max(len(numbers) for steps, *_ in seen for numbers in steps)
+        if largest > 10:
+            return f"{where} a rank takes {largest} rows in a step, and not the batch size, 10"
+        for rank, (steps, _, returned) in enumerate(seen):
+            if returned != len(steps):
+                return f"{where} rank {rank} returns {returned}, and has made {len(steps)} steps"
     return None
 
 
@@ -154,7 +161,7 @@ def refuse_the_library(*args, **kwargs):
 def examine_my_ddp(rank, world_size, attempt, steps):
     """Wrap the toy, with other parameters on each rank; return what went wrong, or None."""
     rows, targets, first = lesson.make_toy(seed=0)
-    model = lesson.make_toy(seed=rank)[2]
+    model, untouched = lesson.make_toy(seed=rank)[2], lesson.make_toy(seed=rank)[2]
     mine = slice(rank, 96, world_size)
     with patch.object(DistributedDataParallel, "__init__", refuse_the_library):
         replica = attempt(model)
@@ -167,8 +174,9 @@ def examine_my_ddp(rank, world_size, attempt, steps):
     for step in range(1, steps + 1):
         if found := of_any_rank(problem):
             return found
+        untouched.load_state_dict(model.state_dict())
         alone = torch.autograd.grad(
-            mse_loss(model(rows[mine]), targets[mine]), list(model.parameters())
+            mse_loss(untouched(rows[mine]), targets[mine]), list(untouched.parameters())
         )
         optimizer.zero_grad()
         mse_loss(replica(rows[mine]), targets[mine]).backward()

@@ -44,7 +44,7 @@ def _calls(attempt, data, path):
                 calls.append(("open",))
 
     def fsync(handle):
-        number = os.fstat(handle).st_ino
+        number = os.fstat(handle if isinstance(handle, int) else handle.fileno()).st_ino
         files = [file for file in path.parent.iterdir() if file.stat().st_ino == number]
         calls.append(("sync", number, *[file.read_bytes() for file in files[:1]]))
         real["fsync"](handle)
@@ -87,11 +87,13 @@ def _order(calls, data, folder):
     return None
 
 
-def _killed(attempt, path, limit=None, line=None):
-    """Let a child write, killed when the file reaches `limit` bytes, or at its `line`-th line.
+def _killed(attempt, path, limit=None, moment=None):
+    """Let a child write, killed when the file reaches `limit` bytes, or at its `moment`-th moment.
 
-    Return True if the child was killed, False if it came to its end before that. Raises
-    FileExistsError if the child did so, because of a file that a child before it has left.
+    A moment is just before one of its lines, or before a file is renamed, removed or truncated,
+    wherever that is written. Return True if the child was killed, False if it came to its end
+    before that. Raises FileExistsError if the child did so, because of a file that a child before
+    it has left.
     """
     child = os.fork()
     if child == 0:
@@ -101,16 +103,25 @@ def _killed(attempt, path, limit=None, line=None):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file of the killed child
         counted = 0
 
-        def trace(frame, event, _):
+        def count():
             nonlocal counted
+            counted += 1
+            if counted == moment:
+                os._exit(9)  # like a kill: nothing is flushed, no `finally` runs
+
+        def trace(frame, event, _):
             if frame.f_code.co_filename != attempt.__code__.co_filename:
                 return None
-            counted += event == "line"
-            if counted == line:
-                os._exit(9)  # like a kill: nothing is flushed, no `finally` runs
+            if event == "line":
+                count()
             return trace
 
-        sys.settrace(trace if line else None)
+        def hook(event, arguments):
+            if event in ("os.rename", "os.remove", "os.truncate"):
+                count()
+
+        sys.addaudithook(hook)
+        sys.settrace(trace if moment else None)
         try:
             attempt(NEW, path)
         except FileExistsError:
@@ -129,8 +140,10 @@ def _examine(rank, world_size, attempt):
         path, another = Path(folder, "checkpoint.pt"), Path(folder, "unfinished.tmp")
         another.write_text("of another program")
         problems = []
-        for data in (SHORT, NEW):
-            path.write_bytes(OLD)
+        for data, old in ((SHORT, OLD), (NEW, OLD), (NEW, None)):
+            path.unlink(missing_ok=True)  # None: there is no older file
+            if old:
+                path.write_bytes(old)
             calls = _calls(attempt, data, path)
             if not path.exists() or path.read_bytes() != data:
                 return "after an undisturbed write, the file does not hold the new data"
@@ -148,20 +161,21 @@ def _examine(rank, world_size, attempt):
                 return (
                     f"killed while it writes byte {limit + 1:,}, it leaves {size} bytes of a file"
                 )
-        line, killed = 0, True
+        moment, killed = 0, True
         while killed:
-            line += 1
+            moment += 1
             path.write_bytes(OLD)
-            killed = _killed(attempt, path, line=line)
+            killed = _killed(attempt, path, moment=moment)
             if not path.exists() or path.read_bytes() not in (OLD, NEW):
-                return f"killed before its line {line}, it leaves neither the old file nor the new"
+                return "killed between two of its steps, it leaves neither the old file nor the new"
     return next((problem for problem in problems if problem), None)
 
 
 def check(attempt, nproc=2):
     """Return None if the attempt is right on all of `nproc` ranks, else one sentence.
 
-    Each rank writes into a folder of its own, is killed at every line and in the middle of a write.
+    Each rank writes into a folder of its own, and is killed at every line, rename and removal, and
+    in the middle of a write.
     """
     problems = run(_examine, nproc, attempt, deadline=60)
     return next((problem for problem in problems if problem), None)

@@ -58,13 +58,13 @@ def meet(machine, machines, told, addresses, patience):
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store writes a page about each failure
     lesson.listen_at_one_address()
-    node, nodes, endpoint = told[machine]
+    node, nodes, endpoint, job = told[machine]
     if addresses[0] != "127.0.0.1":  # on each machine this means the machine itself
         endpoint = re.sub("^(127.0.0.1|localhost)(?=:|$)", addresses[machine], endpoint)
     options = {"rank": node, "timeout": patience}
     dist.barrier()  # nobody waits while another process is still being started
     try:
-        place = RendezvousParameters("static", endpoint, "task", nodes, nodes, **options)
+        place = RendezvousParameters("static", endpoint, job, nodes, nodes, **options)
         handler = create_rdzv_handler(place)
         met = handler.next_rendezvous()
         met.store.set(f"machine {met.rank} is here", "")
@@ -100,7 +100,8 @@ def check_flags_on(attempt, patience=2):
                 wanted = f"{arguments.nproc_per_node} ranks, and not {ranks_on[machine]}"
                 return f"with {machines} machines: machine {machine} would start {wanted}"
             nodes = int(arguments.nnodes.split(":")[-1])
-            told.append((arguments.node_rank, nodes, get_rdzv_endpoint(arguments)))
+            job = arguments.rdzv_id  # a part of each key in the store
+            told.append((arguments.node_rank, nodes, get_rdzv_endpoint(arguments), job))
         answers = run(meet, machines, told, addresses, patience, deadline=60)
         if answers != [(machine, machines) for machine in range(machines)]:
             said = "; ".join(describe(machine, answer) for machine, answer in enumerate(answers))

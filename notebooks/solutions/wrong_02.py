@@ -68,6 +68,22 @@ def right_share(rank, world_size, rows, targets, model, batch_size):
     return train_on(numbers, rows, targets, model, batch_size)
 
 
+def one_large_step(rank, world_size, rows, targets, model, batch_size):
+    return right_share(rank, world_size, rows, targets, model, len(rows))
+
+
+def returns_nothing_else(rank, world_size, rows, targets, model, batch_size):
+    right_share(rank, world_size, rows, targets, model, batch_size)
+
+
+def right_by_joining(rank, world_size, rows, targets, model, batch_size):
+    """Not wrong: a rank that has no rows left joins the all-reduces of the others with zeros."""
+    numbers = list(range(len(rows)))[rank::world_size]
+    replica = DistributedDataParallel(model)
+    with replica.join():
+        return train_on(numbers, rows, targets, model, batch_size, wrap=lambda model: replica)
+
+
 def right_with_a_loader(rank, world_size, rows, targets, model, batch_size):
     """Not wrong: the way of the lesson."""
     data = TensorDataset(rows, targets)
@@ -148,6 +164,36 @@ def weight_only(model):
     return model
 
 
+def sum_in_the_hook_of_a_tensor(model):
+    def add_up(gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+    for parameter in only_start(model).parameters():
+        parameter.register_hook(add_up)
+    return model
+
+
+def no_gradient_at_all(model):
+    for parameter in only_start(model).parameters():
+        parameter.register_hook(torch.zeros_like)
+    return model
+
+
+def right_in_the_hook_of_a_tensor(model):
+    """Not wrong here, where each parameter has one gradient in a backward pass."""
+
+    def average_it(gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    for parameter in only_start(model).parameters():
+        parameter.register_hook(average_it)
+    return model
+
+
 def returns_nothing(model):
     my_ddp(model)
 
@@ -156,7 +202,10 @@ def fails(model):
     raise ValueError("my own mistake")
 
 
-RIGHT = {"deal_and_train": [right_with_a_loader]}  # other right answers
+RIGHT = {  # other right answers
+    "deal_and_train": [right_with_a_loader, right_by_joining],
+    "my_ddp": [right_in_the_hook_of_a_tensor],
+}
 
 WRONG = {
     "rows_in_a_step": {"the batch size": (30, "what // does"), "one rank": (7, "what // does")},
@@ -172,6 +221,8 @@ WRONG = {
         "nobody trains": (nobody_trains, "are not those of averaged gradients"),
         "equal at the end": (equal_at_the_end_only, "are not those of averaged gradients"),
         "nan": (all_nan, "the ranks' parameters differ"),
+        "one large step": (one_large_step, "takes 50 rows in a step, and not the batch size"),
+        "returns nothing": (returns_nothing_else, "rank 0 returns None, and has made 5 steps"),
         "other targets": (other_targets, "are not those of averaged gradients"),
         "raises": (raises, "ValueError: my own mistake"),
         "for two ranks": (right_for_two_ranks_only, "with 3 ranks"),
@@ -184,6 +235,11 @@ WRONG = {
         "only the start": (only_start, "in step 1, rank 0's gradient is"),
         "the sum": (sum_instead_of_mean, "in step 1, rank 0's gradient is"),
         "half the sum": (half_the_sum, "with 3 ranks: in step 1, rank 0's gradient is"),
+        "the sum, in a tensor's hook": (
+            sum_in_the_hook_of_a_tensor,
+            "in step 1, rank 0's gradient",
+        ),
+        "zeros": (no_gradient_at_all, "in step 1, rank 0's gradient is"),
         "the weight only": (weight_only, "in step 1, rank 0's gradient is"),
         "only once": (average_only_once, "in step 2, rank 0's gradient is"),
         "returns nothing": (returns_nothing, "has a NoneType, not a model"),

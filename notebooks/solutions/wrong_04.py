@@ -36,6 +36,12 @@ def waits_for_nobody(store, world_size):
     return rank
 
 
+def sleeps(store, world_size):
+    rank = waits_for_nobody(store, world_size)
+    time.sleep(1.5)
+    return rank
+
+
 def waits_for_itself(store, world_size):
     rank = waits_for_nobody(store, world_size)
     store.set(f"rank {rank} is here", "")
@@ -68,6 +74,7 @@ WRONG = {
         "as bytes": (as_bytes, "a rank must be an int"),
         "nobody is refused": (nobody_is_refused, "got a RuntimeError; it must be 1"),
         "waits for nobody": (waits_for_nobody, "before the last process had come"),
+        "sleeps": (sleeps, "before the last process had come"),
         "waits for itself": (waits_for_itself, "before the last process had come"),
         "reads, then writes": (reads_then_writes, "two read the same number before either wrote"),
         "right: asks again and again": (asks_again_and_again, ""),

@@ -18,8 +18,23 @@ def removes_first(data, path):
     with open(unfinished, "wb") as file:
         file.write(data)
         os.fsync(file.fileno())
-    path.unlink()
+    path.unlink(missing_ok=True)
     os.rename(unfinished, path)
+
+
+def removes_first_on_one_line(data, path):
+    unfinished = path.with_name("new")
+    with open(unfinished, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink(missing_ok=True), os.rename(unfinished, path)
+    sync_folder(path)
+
+
+def needs_an_older_file(data, path):
+    path.stat()
+    solution(data, path)
 
 
 def without_fsync(data, path):
@@ -121,11 +136,35 @@ def with_a_name_of_chance(data, path):
     sync_folder(path)
 
 
-RIGHT = {"write_safely": [with_a_name_of_chance]}
+def syncs_the_file_itself(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file)
+    os.replace(path.with_name("new"), path)
+    sync_folder(path)
+
+
+def without_a_buffer(data, path):
+    """A disk that is nearly full takes a part of the data, and nobody looks how much."""
+    with open(path.with_name("new"), "wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file)
+    os.replace(path.with_name("new"), path)
+    sync_folder(path)
+
+
+RIGHT = {"write_safely": [with_a_name_of_chance, syncs_the_file_itself]}
 WRONG = {
     "write_safely": {
         "directly": (directly, "it leaves 0 bytes of a file"),
         "removes first": (removes_first, "neither the old file nor the new"),
+        "removes first, on one line": (
+            removes_first_on_one_line,
+            "neither the old file nor the new",
+        ),
+        "needs an older file": (needs_an_older_file, "FileNotFoundError"),
+        "without a buffer": (without_a_buffer, "a disk that is full after 1 bytes went unnoticed"),
         "without fsync": (without_fsync, "call os.fsync"),
         "fsync first": (fsync_first, "does not hold all the data yet"),
         "without flush": (without_flush, "does not hold all the data yet"),

@@ -72,6 +72,11 @@ def other_endpoint(machine, machines, ranks_here, first, own, port):
     return [*flags_on(machine, machines, ranks_here, first, own, port), f"--rdzv-endpoint={own}:1"]
 
 
+def other_names_of_the_job(machine, machines, ranks_here, first, own, port):
+    right = flags_on(machine, machines, ranks_here, first, own, port)
+    return [*right, f"--rdzv-id=machine{machine}"]
+
+
 def right_with_underscores(machine, machines, ranks_here, first, own, port):
     """Not wrong: the spelling of the old launcher."""
     right = flags_on(machine, machines, ranks_here, first, own, port)
@@ -141,6 +146,7 @@ WRONG = {
         "localhost": (by_localhost, "1/2 clients joined"),
         "no address": (no_address, "1/2 clients joined"),
         "standalone": (alone, "a job of this machine alone"),
+        "other names": (other_names_of_the_job, "with 2 machines: machine 0 says DistStoreError"),
         "other endpoint": (other_endpoint, "with 2 machines: machine 0 says"),
     },
     "number_the_ranks": {
