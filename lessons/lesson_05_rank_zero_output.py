@@ -100,7 +100,7 @@ def one_voice(rank, speakers=(0,), prefix=False):
     Yields `say`, a print for a rank that must speak; it puts the rank before each line. With
     `prefix`, print does so too. At the end all is put back, also after an exception.
     A print into a file of yours is left alone, and a log file gets what its rank may log.
-    What C++ code writes is not stopped.
+    What C++ code writes is not stopped, nor what Python code writes to sys.stdout itself.
     """
     real_print, root = builtins.print, logging.getLogger()
     before = root.handlers, root.level, root.manager.disable
@@ -130,9 +130,9 @@ def one_voice(rank, speakers=(0,), prefix=False):
         try:
             warnings.showwarning = lambda *w: root.warning(warnings.formatwarning(*w[:4]).rstrip())
             builtins.print, root.handlers = print_on_screen, [*log_files, handler]
-            if not before[0]:  # nobody has configured logging, nor chosen a level
+            if before[:2] == ([], logging.WARNING):  # as Python begins: nobody has configured it
                 root.setLevel(logging.INFO)
-            logging.disable(before[2] if rank in speakers else logging.WARNING)
+            logging.disable(before[2] if rank in speakers else max(before[2], logging.WARNING))
             yield say
         finally:
             builtins.print, root.handlers = real_print, before[0]

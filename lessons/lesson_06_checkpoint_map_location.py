@@ -93,9 +93,11 @@ def setup(backend=None, store=None):
 
 
 def on_cpu(item):
-    """Return nested dicts with every tensor on the CPU; the live ones stay (claims A15, A16)."""
+    """Return nested dicts and lists, each tensor on the CPU; the live ones stay (A15, A16)."""
     if isinstance(item, dict):
         return {key: on_cpu(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [on_cpu(value) for value in item]
     return item.cpu() if isinstance(item, torch.Tensor) else item
 
 

@@ -54,7 +54,10 @@ def main():
         if isinstance(stop.code, str):
             write_end(stop.code.strip().splitlines()[-1])
             return 1
-        write_end(None)
+        if (
+            stop.code != 128 + signal.SIGTERM
+        ):  # then a lesson cleans up, and has not come to its end
+            write_end(None)
         return stop.code or 0
     except Exception as error:
         if verbose():

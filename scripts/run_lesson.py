@@ -12,9 +12,9 @@ after Ctrl-C; 143 after SIGTERM. --verbose shows the whole traceback of an error
 lesson although the memory is not enough.
 
 Over gloo a rank listens at the address of the host's name, which others may reach. All ranks of a
-lesson are here, so gloo is told to use the loopback interface, if GLOO_SOCKET_IFNAME is not set.
+lesson are here, so gloo is told to use the loopback interface, whatever GLOO_SOCKET_IFNAME says.
 For the same reason a lesson does not see what another job's launcher has exported (RANK and the
-like); but lesson 04 is about these variables, and its ranks can be started by hand.
+like). Lesson 04 is about these variables, and its ranks can be started by hand: it sees them all.
 """
 
 import contextlib
@@ -115,13 +115,12 @@ def main():
     if problem := needs.problem(lesson, arguments):
         print(problem, file=sys.stderr)
         return 2
-    if (
-        not verbose()
-    ):  # a rank that was ended leaves tqdm's lock; Python removes it, and says so last
+    if not verbose():
+        # A rank that was ended leaves tqdm's lock. Python removes it, and would say so last.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     arguments = [flag for flag in arguments if flag not in ("--verbose", "--force")]
     if not Path(lesson).name.startswith("lesson_04"):
-        for name in OF_A_JOB:
+        for name in [*OF_A_JOB, "GLOO_SOCKET_IFNAME"]:
             os.environ.pop(name, None)
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):

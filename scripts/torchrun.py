@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 RANK = Path(__file__).with_name("rank.py")
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes; the second by a handler
 NODES = os.environ.get("LOCKSTEP_NODES", "this machine").split(",")
 NODE_RANK = int(os.environ.get("LOCKSTEP_NODE_RANK", 0))
 
@@ -160,19 +161,27 @@ def check_in(store, seconds):
 def explain(failures, folder):
     """Return "rank N failed: ..." for the cause, or None if the ranks have said it themselves.
 
-    `failures` is torchrun's {rank: how its process ended}.
+    `failures` is torchrun's {rank: how its process ended}, in the order in which it saw them end.
+    When it has seen one, it ends the others by SIGTERM; so only the first can be somebody else's.
     """
     ends = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-    for rank, failure in failures.items():
-        number = -failure.exitcode
-        if number > 0 and number != signal.SIGTERM:  # SIGTERM came from torchrun itself
-            return f"rank {rank} failed: killed by {signal.Signals(number).name}"
-        if number < 0 and rank not in ends:
+    for place, (rank, failure) in enumerate(failures.items()):
+        if failure.exitcode in TERMINATED:
+            if place == 0:
+                return f"rank {rank} failed: killed by SIGTERM"
+        elif failure.exitcode < 0:
+            return f"rank {rank} failed: killed by {signal.Signals(-failure.exitcode).name}"
+        elif rank not in ends:
             return f"rank {rank} failed: exit code {failure.exitcode}"
     failed = {rank: end for rank, end in ends.items() if end["reason"]}
     if not failed:
         return None
-    rank = min(failed, key=lambda rank: (failed[rank]["lost"], failed[rank]["time"]))
+    for end in failed.values():
+        end["late"] = "timed out" in end["reason"].lower()
+    rank = min(failed, key=lambda rank: [failed[rank][key] for key in ("lost", "late", "time")])
+    if failed[rank]["late"]:
+        waited = "rank {rank} failed: {reason} (it waited for another rank, which did not come)"
+        return waited.format_map(failed[rank])
     if not failed[rank]["lost"]:
         return "rank {rank} failed: {reason}".format_map(failed[rank])
     if len(NODES) > 1:

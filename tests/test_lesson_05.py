@@ -578,6 +578,21 @@ def test_one_voice_leaves_a_log_file_alone(tmp_path, capsys):
     assert logs == [["debug", "warning", "error", "afterwards"], ["error", "afterwards"]]
 
 
+def speak_where_a_level_was_chosen(rank, world_size, level, disabled):
+    """Choose what may be logged, and no handler; return what is heard inside one_voice."""
+    logging.getLogger().setLevel(level)
+    logging.disable(disabled)
+    with lesson.one_voice(rank):
+        return listen(lambda: [logging.info("i"), logging.warning("w"), logging.error("e")])
+
+
+@pytest.mark.claim("C6")
+def test_one_voice_lets_nothing_through_that_was_switched_off():
+    chosen = run(speak_where_a_level_was_chosen, 2, logging.ERROR, logging.NOTSET)
+    assert chosen == ["[rank 0] ERROR e\n", "[rank 1] ERROR e\n"]
+    assert run(speak_where_a_level_was_chosen, 2, logging.INFO, logging.CRITICAL) == ["", ""]
+
+
 def write_as_cpp(rank, world_size, path):
     """Write to file descriptor 2, as C++ code does, with the descriptor sent to a file."""
     saved, file = os.dup(2), os.open(f"{path}/{rank}", os.O_WRONLY | os.O_CREAT)

@@ -393,9 +393,11 @@ def test_on_cpu_asks_every_tensor_and_changes_nothing():
 
     tensors = {key: tensor.as_subclass(Elsewhere) for key, tensor in model.state_dict().items()}
     state = {"model": tensors, "optimizer": {"state": {0: {"momentum": tensors["weight"]}}}}
+    state["optimizer"]["param_groups"] = [{"lr": tensors["bias"]}]
     state |= {"step": 3, "losses": [1.0]}
     copy = lesson.on_cpu(state)
-    assert asked == [(2, 5), (2,), (2, 5)]
+    assert asked == [(2, 5), (2,), (2, 5), (2,)]
+    assert copy["optimizer"]["param_groups"][0]["lr"].device.type == "cpu"
     assert copy["optimizer"]["state"][0]["momentum"].device.type == "cpu"
     assert (copy["step"], copy["losses"]) == (3, [1.0])
     assert state["model"]["weight"] is tensors["weight"]

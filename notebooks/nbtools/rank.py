@@ -45,7 +45,7 @@ def _begin(rank, world_size, payload, folder, deadline):
     torch.seed()  # forks of one process would all draw the same "random" numbers
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
     if loopback:  # all ranks are here: do not depend on the host's name or network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
     limit = timedelta(seconds=deadline)
