@@ -187,9 +187,10 @@ def alive_at_most(actions):
 def logical_clock(actions, lengths=None, message=0):
     """Return {(rank, kind, n): the tick at which this action ends}.
 
-    actions: for each rank, what it did in a step, in order. A forward takes one tick and a
+    actions: for each rank, what it does in a step, in order. A forward takes one tick and a
     backward two, times the rank's entry in `lengths` (default: 1 for all); a message takes
-    `message` ticks. An action begins when its rank is free and what it needs has come.
+    `message` ticks, in which neither sender nor receiver has to wait for it. An action begins when
+    its rank is free and what it needs has come.
     """
 
     @functools.cache

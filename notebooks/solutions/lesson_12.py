@@ -50,21 +50,26 @@ def clip_gradients(stage, limit):
 
 
 def examine_clip_gradients(rank, world_size, attempt, limit):
-    """Let the attempt clip a stage's gradients; return (what it returned, the norm, is it right).
+    """Let the attempt clip a stage's gradients; return (what it returned, the norm, problem).
 
-    Right: those of the same layers in the whole model, multiplied by limit / norm if that is less
-    than 1. (The library divides by norm + 1e-6: that is near enough.)
+    No problem (None): they are those of the same layers in the whole model, multiplied by
+    limit / norm if that is less than 1. (The library divides by norm + 1e-6: near enough.)
     """
     whole, rows, targets = lesson.make_chain(30)
     mse_loss(whole(rows), targets).backward()
     norm = lesson.gradient(whole).norm().item()
     stages = lesson.split(whole, world_size)
-    expected = lesson.gradient(stages[rank]) * min(1, limit / norm)
+    own, norms = lesson.gradient(stages[rank]), [lesson.gradient(s).norm() for s in stages]
     for other in stages[:rank] + stages[rank + 1 :]:
         other.zero_grad()  # a rank has the gradients of its own layers only
     returned = attempt(stages[rank], limit)
-    off = (lesson.gradient(stages[rank]) - expected).abs().max().item()
-    return returned, norm, off < 1e-6
+    problem = "does not have the gradients of one process"
+    by = {f"{problem}: it used the norm of its own stage": norms[rank]}
+    by |= {f"{problem}: norms can't be added up": sum(norms), None: norm}  # None: right
+    for verdict, used in by.items():
+        if (lesson.gradient(stages[rank]) - own * min(1, limit / used)).abs().max() < 1e-6:
+            problem = verdict
+    return returned, norm, problem
 
 
 def check_clip_gradients(attempt):
@@ -72,10 +77,10 @@ def check_clip_gradients(attempt):
     for nproc in (2, 3):
         for limit in (0.2, 100.0):  # less and more than the norm, which is 0.32
             answers = run(examine_clip_gradients, nproc, attempt, limit, deadline=20)
-            for rank, (returned, norm, right) in enumerate(answers):
+            for rank, (returned, norm, problem) in enumerate(answers):
                 where = f"with {nproc} stages and the limit {limit}, rank {rank}"
-                if not right:
-                    return f"{where} does not have the gradients of one process"
+                if problem:
+                    return f"{where} {problem}"
                 if not isinstance(returned, float | torch.Tensor):
                     return f"{where} returned {type(returned).__name__}, not the norm"
                 if not abs(float(returned) - norm) < 1e-6:
@@ -128,7 +133,7 @@ def check_count_positive(attempt):
             answers = run(examine_count_positive, nproc, attempt, count, deadline=20)
             *others, (returned, positive, _) = answers
             if returned != positive:
-                return f"{where} the last rank returned {returned}, one process counts otherwise"
+                return f"{where} the last rank returned {returned}, one process counts {positive}"
             for rank, (_, _, sent) in enumerate(others):
                 if sent != count:
                     return f"{where} rank {rank} sends {sent} rows"

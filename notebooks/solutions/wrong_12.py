@@ -153,8 +153,8 @@ WRONG = {
         "as a part of m only": (70, "with fewer"),
     },
     "clip_gradients": {
-        "own norm": (own_norm, "rank 0 does not have the gradients of one process"),
-        "sum of norms": (sum_of_norms, "does not have the gradients of one process"),
+        "own norm": (own_norm, "of one process: it used the norm of its own stage"),
+        "sum of norms": (sum_of_norms, "norms can't be added up"),
         "largest norm": (largest_norm, "does not have the gradients of one process"),
         "always": (always_to_the_limit, "limit 100.0, rank 0 does not have the gradients"),
         "norm after clipping": (clipped_after_the_norm, "not the norm of all gradients"),
