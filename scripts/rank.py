@@ -54,9 +54,7 @@ def main():
         if isinstance(stop.code, str):
             write_end(stop.code.strip().splitlines()[-1])
             return 1
-        if (
-            stop.code != 128 + signal.SIGTERM
-        ):  # then a lesson cleans up, and has not come to its end
+        if stop.code != 128 + signal.SIGTERM:  # with this one it has been ended, and cleans up
             write_end(None)
         return stop.code or 0
     except Exception as error:
