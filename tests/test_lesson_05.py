@@ -220,13 +220,13 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_nothing(started, folder, name,
 
 
 @pytest.fixture
-def endless(tmp_path, request):
-    """Start a run that would take long: (process, its family, its folder for temporary files)."""
+def endless(tmp_path):
+    """Start a run that would take long: (process, its family)."""
     environment = {**os.environ, "LOCKSTEP_PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
     for name in RANK_VARIABLES.split():
         environment.pop(name, None)
     process = subprocess.Popen(
-        [*request.param, "--steps", "500000"],
+        [*map(str, LAUNCHER), "--steps", "500000"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -239,7 +239,7 @@ def endless(tmp_path, request):
         while not list(tmp_path.glob("tmp*/all/events*")) and time.monotonic() < end:
             time.sleep(0.1)  # all ranks have met, and train
         family = psutil.Process(process.pid).children(recursive=True)
-        yield process, family, tmp_path
+        yield process, family
     finally:
         for child in [process, *family]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -247,19 +247,51 @@ def endless(tmp_path, request):
         process.wait()
 
 
-@pytest.mark.parametrize("endless", [[sys.executable, lesson.__file__]], indirect=True)
-def test_a_rank_that_is_told_to_end_removes_its_folder(endless):
-    process, _, folder = endless
-    assert list(folder.glob("tmp*/all"))
-    process.terminate()
-    assert process.wait(timeout=30) == 143
-    assert not leftovers(folder)
+ENDED_IN_A_PUT = """
+import os, queue, runpy, signal, sys, threading, time
+
+put = queue.Queue.put
+losses = 0
+
+def put_and_be_ended(self, item, *rest):
+    global losses
+    waiters = self.not_empty._waiters
+    losses += b"loss" in item
+    if not losses or not waiters:
+        return put(self, item, *rest)
+    queue.Queue.put = put_later
+    with self.not_empty:  # as put() does it, up to the middle of notify()
+        self._put(item)
+        self.unfinished_tasks += 1
+        waiters[0].release()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def put_later(self, item, *rest):
+    time.sleep(1)  # by then the writing thread waits again
+    put(self, item, *rest)
+
+queue.Queue.put = put_and_be_ended
+sys.argv[1:] = ["--steps", "500000"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_that_is_told_to_end_removes_its_folder(tmp_path):
+    """Also in the one place where an exception would make TensorBoard wait for two minutes."""
+    code = f"import sys; sys.argv = [{lesson.__file__!r}]\n{ENDED_IN_A_PUT}"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for name in RANK_VARIABLES.split():
+        environment.pop(name, None)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=90
+    )
+    assert (finished.returncode, finished.stdout) == (143, b"")
+    assert not leftovers(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-@pytest.mark.parametrize("endless", [[*map(str, LAUNCHER)]], indirect=True)
 def test_no_rank_outlives_a_killed_launcher(endless):
-    process, family, _ = endless
+    process, family = endless
     assert len(family) == 3  # the two ranks, and torchrun
     process.kill()
     assert psutil.wait_procs(family, timeout=15)[1] == []
