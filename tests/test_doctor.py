@@ -154,5 +154,5 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     run = finish(process)
     assert (run.returncode, run.stderr) == (130, "interrupted: all that was started has ended\n")
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list((tmp_path / "tmp").iterdir()) == []

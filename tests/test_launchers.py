@@ -108,7 +108,7 @@ def test_a_launcher_that_is_ended_takes_its_ranks_with_it(faulty, sign):
         assert len(family) >= 3
         os.killpg(launcher.pid, sign)
         assert launcher.wait(60) == (-9 if sign == signal.SIGKILL else 128 + sign)
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
         assert list((faulty["cwd"] / "tmp").iterdir()) == []
         words = {signal.SIGINT: ["interrupted"], signal.SIGTERM: ["terminated"]}.get(sign, [])
         assert [line.split(":")[0] for line in launcher.stderr.read().splitlines()] == words
@@ -137,7 +137,7 @@ def test_ctrl_c_costs_one_line_although_a_child_is_busy(tmp_path):
     os.killpg(launcher.pid, signal.SIGINT)
     stderr = launcher.communicate(timeout=60)[1]
     assert (launcher.returncode, stderr) == (130, "interrupted: all that was started has ended\n")
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def test_an_error_in_a_script_costs_one_line(tmp_path):

@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 15  # seconds within which no process of a job that has ended may be left
+DEADLINE = 60  # seconds within which no process of a job that has ended may be left
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 
 

@@ -418,8 +418,8 @@ def test_a_script_that_is_ended_leaves_no_rank(monkeypatch, tmp_path, number):
                 family = [child for child in family if "--rank=" in " ".join(child.cmdline())]
         assert len(family) == 2
         process.send_signal(number)
-        process.communicate(timeout=30)
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        process.communicate(timeout=60)
+        assert psutil.wait_procs(family, timeout=60)[1] == []
         assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
     finally:
         for one in [process, *family]:

@@ -914,7 +914,7 @@ def test_killed_rank_ends_the_job_is_named_and_nothing_is_lost(long_run):
     _, stderr = process.communicate(timeout=DEADLINE)
     assert process.returncode != 0
     assert stderr.strip() == "rank 1 failed: killed by SIGKILL"
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert alive == []
     state = lesson.load_latest(folder)
     assert state["step"] >= 2 and state["complaints"] == []

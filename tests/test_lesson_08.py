@@ -272,7 +272,7 @@ def test_killed_script_leaves_no_worker(started):
         assert time.monotonic() < end and started["wait"].poll() is None
         time.sleep(0.1)
     started["wait"].kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     for worker in alive:
         worker.kill()
     assert alive == []
@@ -555,7 +555,7 @@ def test_a_rank_that_fails_ends_the_job(started, how, reason):
     assert run.stderr.splitlines() == [f"rank 1 failed: {reason}"]
     assert list((started["folder"] / f"files of {how}").glob("tmp*")) == []
     in_its_session = [p for p in psutil.process_iter() if session(p) == started[how].pid]
-    assert psutil.wait_procs(in_its_session, timeout=20)[1] == []
+    assert psutil.wait_procs(in_its_session, timeout=60)[1] == []
 
 
 def session(process):

@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 15  # seconds within which no process of a failed job may be left
+DEADLINE = 60  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
 NAMES = [
     "a part of its own for each rank",

@@ -151,7 +151,7 @@ def test_a_rehearsal_that_is_ended_leaves_nobody_behind(sign):
         else:
             launcher.send_signal(sign)
         assert launcher.wait(60) == {signal.SIGINT: 130, signal.SIGKILL: -9}.get(sign, 1)
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
     finally:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -72,8 +72,8 @@ def living_pids(folder, count):
 
 
 def gone(pids):
-    """Return whether all of these processes end within 30 s. A zombie has ended."""
-    deadline = time.monotonic() + 30
+    """Return whether all of these processes end within 60 s. A zombie has ended."""
+    deadline = time.monotonic() + 60
     while any(map(alive, pids)):
         if time.monotonic() > deadline:
             return False
@@ -149,7 +149,7 @@ def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(short_path):
     pids = {signal_number: living_pids(folder, 2) for signal_number, folder in folders.items()}
     for signal_number, kernel in kernels.items():
         kernel.send_signal(signal_number)
-        assert kernel.wait(20) != 0
+        assert kernel.wait(60) != 0
         assert gone(pids[signal_number])
         assert not list(folders[signal_number].glob("tmp*"))
 
