@@ -66,25 +66,33 @@ def watch(command):
 
 def run(program, flags):
     """Run `program` as if Python had been called with it; return its exit code."""
+    asked = []
+
+    def leave(signal_number, frame):
+        asked.append(128 + signal_number)
+        sys.exit(asked[0])
+
     end_with_parent(signal.SIGTERM)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal_number, leave)
     sys.argv = [program, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     try:
         runpy.run_path(program, run_name="__main__")
+        return 0
     except SystemExit as stop:
         if not isinstance(stop.code, str):
             raise
         lines = stop.code.strip().splitlines()
-        print("\n".join(lines if verbose() else lines[-1:]), file=sys.stderr)
-        return 1
+        problem = "\n".join(lines if verbose() else lines[-1:])
     except Exception as error:
         if verbose():
             traceback.print_exc()
-        print(f"{os.path.basename(program)} failed: {reason(error)}", file=sys.stderr)
-        return 1
-    return 0
+        problem = f"{os.path.basename(program)} failed: {reason(error)}"
+    if asked:  # who leaves in the middle of an import, say, may get another error for SystemExit
+        return asked[0]
+    print(problem, file=sys.stderr)
+    return 1
 
 
 def end_with_parent(signal_number):

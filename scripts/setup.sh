@@ -12,7 +12,7 @@ lockstep_for=${lockstep_for:-}
 make_environment() { # a signal that reaches only this shell is handed on, so that no pip stays
     "$1" "$root/scripts/environment.py" --make $lockstep_for &
     local installer=$! code=0
-    trap 'kill "$installer" 2>/dev/null; wait "$installer"' INT TERM HUP
+    trap 'kill "$installer" 2>/dev/null || true; wait "$installer" || true' INT TERM HUP
     wait "$installer" || code=$?
     trap - INT TERM HUP
     return "$code"

@@ -140,6 +140,23 @@ def test_ctrl_c_costs_one_line_although_a_child_is_busy(tmp_path):
     assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
+MAKES_ANOTHER_ERROR = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1000)
+except SystemExit:  # as NumPy's C code does, when it is interrupted in its import
+    raise ImportError("cannot load module more than once per process")
+"""
+
+
+def test_an_error_that_comes_of_leaving_is_not_shown(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(MAKES_ANOTHER_ERROR)
+    run = subprocess.run([*RUN, script], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (143, "", "")
+
+
 def test_an_error_in_a_script_costs_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise OSError('no\\nsuch file')\n")
