@@ -66,12 +66,6 @@ def watch(command):
 
 def run(program, flags):
     """Run `program` as if Python had been called with it; return its exit code."""
-    asked = []
-
-    def leave(signal_number, frame):
-        asked.append(128 + signal_number)
-        sys.exit(asked[0])
-
     end_with_parent(signal.SIGTERM)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, leave)
@@ -79,20 +73,34 @@ def run(program, flags):
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     try:
         runpy.run_path(program, run_name="__main__")
-        return 0
     except SystemExit as stop:
         if not isinstance(stop.code, str):
             raise
         lines = stop.code.strip().splitlines()
-        problem = "\n".join(lines if verbose() else lines[-1:])
+        print("\n".join(lines if verbose() else lines[-1:]), file=sys.stderr)
+        return 1
     except Exception as error:
         if verbose():
             traceback.print_exc()
-        problem = f"{os.path.basename(program)} failed: {reason(error)}"
-    if asked:  # who leaves in the middle of an import, say, may get another error for SystemExit
-        return asked[0]
-    print(problem, file=sys.stderr)
-    return 1
+        print(f"{os.path.basename(program)} failed: {reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def leave(signal_number, frame):
+    """Raise SystemExit; in the middle of an import, try again a little later.
+
+    A module in C that is interrupted while it is imported may swallow a SystemExit, so that the
+    lesson would go on, or make an ImportError of it.
+    """
+    importing, caller = False, frame
+    while caller:
+        importing = importing or caller.f_code.co_filename.startswith("<frozen importlib")
+        caller = caller.f_back
+    if not importing:
+        sys.exit(128 + signal_number)
+    signal.signal(signal.SIGALRM, lambda _, later: leave(signal_number, later))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
 
 
 def end_with_parent(signal_number):
