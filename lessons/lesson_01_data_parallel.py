@@ -115,7 +115,7 @@ def make_toy(seed):
 
 
 class Copies(TorchDispatchMode):
-    """Writes down each copy from one device to another: (source, target, bytes), in `found`."""
+    """Writes down the copies between devices that its thread makes: (source, target, bytes)."""
 
     def __init__(self):
         super().__init__()

@@ -88,16 +88,18 @@ def run(program, flags):
 
 
 def leave(signal_number, frame):
-    """Raise SystemExit; in the middle of an import, try again a little later.
+    """Raise SystemExit; in the middle of an import or of starting a process, a little later.
 
     A module in C that is interrupted while it is imported may swallow a SystemExit, so that the
-    lesson would go on, or make an ImportError of it.
+    lesson would go on, or make an ImportError of it. A process that multiprocessing has started,
+    but not yet told what to do, would print a traceback.
     """
-    importing, caller = False, frame
+    busy, caller = False, frame
     while caller:
-        importing = importing or caller.f_code.co_filename.startswith("<frozen importlib")
-        caller = caller.f_back
-    if not importing:
+        importing = caller.f_code.co_filename.startswith("<frozen importlib")
+        starting = caller.f_code.co_qualname == "Popen._launch"
+        busy, caller = busy or importing or starting, caller.f_back
+    if not busy:
         sys.exit(128 + signal_number)
     signal.signal(signal.SIGALRM, lambda _, later: leave(signal_number, later))
     signal.setitimer(signal.ITIMER_REAL, 0.1)

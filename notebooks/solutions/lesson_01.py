@@ -1,5 +1,7 @@
 """Solutions of the tasks of lesson 01, and their checks."""
 
+from unittest import mock
+
 import lesson_01_data_parallel as lesson
 import torch
 from torch import nn
@@ -129,7 +131,7 @@ def examine_step(attempt, count, size):
     model = lesson.place(alone, devices[0])
     model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))  # and replicas
     here = lesson.place(rows, devices[0]), lesson.place(targets, devices[0])
-    with lesson.Copies() as copies:
+    with lesson.Copies() as copies, watch_threads(copies.found):
         loss = attempt(model, *here, devices)
     parts = [len(part) for part in rows.chunk(count)]
     if sorted(seen, reverse=True) != parts:
@@ -147,6 +149,28 @@ def examine_step(attempt, count, size):
     if loss is None or not abs(float(loss) - mse_loss(alone(rows), targets).item()) < 1e-9:
         return "what the step returns is not the loss of the whole batch"
     return None
+
+
+def watch_threads(found):
+    """Return a context in which `found` also gets the copies made in parallel_apply's threads.
+
+    A TorchDispatchMode sees only what its own thread does.
+    """
+    parallel_apply = lesson.parallel_apply
+
+    def watched(replica):
+        def call(part):
+            with lesson.Copies() as copies:
+                output = replica(part)
+            found.extend(copies.found)
+            return output
+
+        return call
+
+    def apply(replicas, parts):
+        return parallel_apply([watched(replica) for replica in replicas], parts)
+
+    return mock.patch.object(lesson, "parallel_apply", apply)
 
 
 # What test_contract.py asks: (check, solution) of each task.

@@ -24,7 +24,7 @@ def run_in_graph(attempt, num_devices, batch):
     import tensorflow as tf
 
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        value = tf.compat.v1.placeholder("float32", [None, None])
+        value = tf.compat.v1.placeholder("int32", [None, None])
         parts = attempt(value, num_devices)
         if not isinstance(parts, (list, tuple)) or len(parts) != num_devices:
             return None
@@ -50,7 +50,7 @@ def check_towers(attempt, num_devices):
     """Return None if the attempt is right for so many towers, else what is wrong."""
     numbers = {2 * num_devices, 2 * num_devices + 1, 3 * num_devices - 1, num_devices, 1}
     for rows in sorted(numbers, reverse=True):
-        batch = np.arange(1, rows * 3 + 1, dtype="float32").reshape(rows, 3)
+        batch = np.arange(1, rows * 3 + 1, dtype="int32").reshape(rows, 3)
         place = f"rows: {rows}, towers: {num_devices}:"
         try:
             parts = run_in_graph(attempt, num_devices, batch)
@@ -68,6 +68,8 @@ def check_towers(attempt, num_devices):
             return f"{place} the parts have {sizes} rows: some {verb}"
         if max(sizes) - min(sizes) > 1:
             return f"{place} the parts have {sizes} rows: they must differ by one at most"
+        if {part.dtype for part in parts} != {batch.dtype}:
+            return f"{place} the parts are {parts[0].dtype}, the value is {batch.dtype}"
         if not np.array_equal(np.concatenate(parts), batch):
             return f"{place} the rows, put together again, are in another order"
     try:

@@ -19,12 +19,12 @@ def solution(loss_sum, words, world_size, all_reduce_sum):
 
 
 def average_gradient(paddle, attempt, rows, masks):
-    """Let the attempt be each rank in turn; return the average gradient, or what is wrong.
+    """Let the attempt be each rank in turn; return average gradient and loss, or what is wrong.
 
     Each rank is asked twice. The first time we learn what it adds to the sums; the second time
     `all_reduce_sum` returns the sums of all ranks.
     """
-    added, gradients = [], []
+    added, gradients, losses = [], [], []
     for totals in (None, added):
         for rank, (part, mask) in enumerate(zip(rows, masks, strict=True)):
             calls = []
@@ -43,11 +43,12 @@ def average_gradient(paddle, attempt, rows, masks):
             if totals is None:
                 added.append(calls)
             else:
+                losses.append(float(loss.sum()))
                 loss.sum().backward()
                 gradients.append(weight.grad.numpy())
         if len({len(calls) for calls in added}) > 1:
             return "all_reduce_sum was not called by every rank: who calls it waits for the others"
-    return sum(gradients) / len(rows)
+    return sum(gradients) / len(rows), sum(losses) / len(rows)
 
 
 def check(attempt, nproc=2):
@@ -68,6 +69,7 @@ def check_ranks(attempt, nproc):
         place = f"with {nproc} ranks that have {' + '.join(map(str, lengths))} words"
         if isinstance(found, str):
             return f"{place}: {found}"
+        found, loss = found
         all_rows, mask = np.concatenate(rows), np.concatenate(masks)
         outputs = np.exp(all_rows.sum(1)) * mask
         expected = outputs @ all_rows / mask.sum()
@@ -79,6 +81,8 @@ def check_ranks(attempt, nproc):
             if np.allclose(found, ratio * expected):
                 hint = f"it is {ratio:.3g} times the right one"
             return f"{place} the average of the gradients is not that of one process: {hint}"
+        if not np.isclose(loss, outputs.sum() / mask.sum(), rtol=1e-9, atol=0):
+            return f"{place} the gradients are right, but the average of the losses is {loss:.3g}"
     return None
 
 

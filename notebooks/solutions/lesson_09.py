@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from nbtools import run
+from nbtools.wire import Wire
 
 
 def solution(rank, world_size, images):
@@ -17,19 +18,21 @@ def solution(rank, world_size, images):
     return mean, squares / count
 
 
-def make_parts(nproc, first, offset, dtype):
-    """Return `nproc` parts (n, 3, 4, 2) of a batch: `first` images on rank 0, then 3, 5, 7 ..."""
+def make_parts(nproc, first, offset, dtype, size):
+    """Return `nproc` parts (n, 3, *size) of a batch: `first` images on rank 0, then 3, 5, 7 ..."""
     generator = torch.Generator().manual_seed(9)
     sizes = [first] + [2 * rank + 1 for rank in range(1, nproc)]
-    images = torch.randn(sum(sizes), 3, 4, 2, generator=generator, dtype=torch.float64)
+    images = torch.randn(sum(sizes), 3, *size, generator=generator, dtype=torch.float64)
     images *= torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
     images += torch.arange(len(images)).view(-1, 1, 1, 1) / len(images)  # the parts' means differ
     return list((images + offset).to(dtype).split(sizes))
 
 
 def examine(rank, world_size, attempt, parts):
-    """Run the attempt on this rank's part."""
-    return attempt(rank, world_size, parts[rank].clone())
+    """Run the attempt on this rank's part; return its answer, and what it handed to collectives."""
+    with Wire() as wire:
+        answer = attempt(rank, world_size, parts[rank].clone())
+    return answer, [call.name for call in wire.calls], sum(call.numbers for call in wire.calls)
 
 
 def check(attempt, nprocs=(2, 3)):
@@ -41,17 +44,18 @@ def check(attempt, nprocs=(2, 3)):
 def check_ranks(attempt, nproc):
     """Return None if the attempt is right on so many ranks, else what is wrong."""
     cases = [
-        (2, 0.0, torch.float64, "parts of different sizes"),
-        (0 if nproc > 1 else 1, 0.0, torch.float64, "no image on rank 0"),
-        (2, 1000.0, torch.float32, "float32, and a mean near 1000"),
+        (2, 0.0, torch.float64, (4, 2), 1e-10, "parts of different sizes"),
+        (0 if nproc > 1 else 1, 0.0, torch.float64, (3, 5), 1e-10, "no image on rank 0"),
+        (2, 1e3, torch.float32, (4, 2), 1e-3, "float32, and a mean near 1000"),
+        (2, 1e8, torch.float64, (4, 2), 1e-3, "float64, and a mean near 100 million"),
     ]
-    for first, offset, dtype, words in cases:
-        parts = make_parts(nproc, first, offset, dtype)
+    for first, offset, dtype, size, tolerance, words in cases:
+        parts = make_parts(nproc, first, offset, dtype, size)
         whole = torch.cat(parts).double().transpose(0, 1).flatten(1)
         wanted = whole.mean(1), whole.var(1, correction=0)
-        tolerance = 1e-10 if dtype == torch.float64 else 1e-3
         place = f"with {words}, on {nproc} rank{'s' * (nproc > 1)},"
-        for rank, answer in enumerate(run(examine, nproc, attempt, parts, deadline=60)):
+        found = run(examine, nproc, attempt, parts, deadline=60)
+        for rank, (answer, calls, numbers) in enumerate(found):
             if not isinstance(answer, tuple) or len(answer) != 2:
                 return f"{place} rank {rank} returned {type(answer).__name__}, not two tensors"
             for name, ours, right in zip(("mean", "variance"), answer, wanted, strict=True):
@@ -64,6 +68,9 @@ def check_ranks(attempt, nproc):
                 off = ((ours - right).abs() / right.abs().clamp(min=1)).max().item()
                 if not off <= tolerance:
                     return f"{place} the {name} of rank {rank} is off by {off:.2g}"
+            if set(calls) - {"allreduce"} or numbers > 20:
+                called = " and ".join(sorted(set(calls)))
+                return f"{place} rank {rank} handed {numbers} numbers to {called}: send sums only"
     return None
 
 

@@ -24,6 +24,7 @@ CASES = [
     ("the latency of the messages", 1e-3, 0.0, 0.1, 4e6),
     ("latency and bytes together", 5e-4, 1e-9, 0.2, 5e7),
     ("the latency at which a second worker is just worth it", 15e-3, 0.0, 0.1, 4e6),
+    ("a formula that is rounded is not enough: compare", 23.5e-3, 0.0, 0.1, 4e6),
     ("each rank sends 2 (n - 1) / n of the bytes, not 2 n or 2 times", 0.0, 1e-9, 0.083, 4.1e7),
 ]
 

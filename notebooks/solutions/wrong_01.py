@@ -109,6 +109,23 @@ def outputs_travel(model, rows, targets, devices):
     return loss.detach()
 
 
+def outputs_travel_in_threads(model, rows, targets, devices):
+    parts = lesson.scatter(rows, devices)
+    goals = targets.chunk(len(devices))  # left on the master
+    losses = []
+    for device, part, goal in zip(devices, parts, goals, strict=False):
+        replica = lesson.replicate(model, device)
+
+        def own_loss(part, replica=replica, goal=goal):
+            share = len(goal) / len(rows)
+            return share * mse_loss(replica(part).to(devices[0]), goal)
+
+        losses.append(own_loss)
+    loss = sum(lesson.parallel_apply(losses, parts))
+    loss.backward()
+    return loss.detach()
+
+
 def one_device_does_all(model, rows, targets, devices):
     loss = mse_loss(model(rows), targets)
     loss.backward()
@@ -150,6 +167,7 @@ WRONG = {
         "sum of the means": (weighted(lambda *_: 1), "the gradient is off"),
         "mean of the means": (weighted(lambda p, r, parts: 1 / len(parts)), "with 7 rows on 2"),
         "outputs travel": (outputs_travel, "the master received"),
+        "outputs travel in threads": (outputs_travel_in_threads, "the master received"),
         "one device does all": (one_device_does_all, "the replicas must see"),
         "nn.DataParallel": (the_library_does_it, "the master received"),
         "no backward": (no_backward, "there is no gradient"),

@@ -62,6 +62,12 @@ def always_4(value, n):
     return solution(value, 4)
 
 
+def as_float(value, n):
+    import tensorflow as tf
+
+    return solution(tf.cast(value, "float32"), n)
+
+
 def no_device(value, n):
     return solution(value, max(1, n))
 
@@ -75,6 +81,7 @@ WRONG = {
         "another order": (order, "another order"),
         "padded": (padded, "some were added"),
         "always 4": (always_4, "towers: 5: a list of 5 tensors is needed"),
+        "another type": (as_float, "the parts are float32, the value is int32"),
         "no device": (no_device, "ValueError"),
     }
 }

@@ -33,6 +33,10 @@ def divides_by_its_own_words(loss_sum, words, world_size, all_reduce_sum):
     return loss_sum / words * (words * world_size / all_reduce_sum(words))
 
 
+def another_loss(loss_sum, words, world_size, all_reduce_sum):
+    return loss_sum * world_size / all_reduce_sum(words) + 7
+
+
 WRONG = {
     "scale_loss": {
         "the mean over its own words": (mean_over_own_words, "some words count more than others"),
@@ -40,6 +44,7 @@ WRONG = {
         "reduces the loss, too": (reduced_the_loss, "returned no tensor"),
         "multiplies twice": (multiplied_twice, "it is 2 times the right one"),
         "2 ranks, always": (always_2_ranks, "with 3 ranks that have 4 + 5 + 6 words"),
+        "another loss, the same gradient": (another_loss, "the gradients are right, but the"),
         "0 divided by 0": (
             divides_by_its_own_words,
             "with 2 ranks that have 0 + 3 words the average",

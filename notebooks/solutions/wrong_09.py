@@ -42,6 +42,25 @@ def one_pass_in_float64(rank, world_size, images):
     return one_pass(rank, world_size, images.double())
 
 
+def one_pass_in_float64_and_back(rank, world_size, images):
+    mean, variance = one_pass(rank, world_size, images.double())
+    return mean.to(images.dtype), variance.to(images.dtype)
+
+
+def eight_numbers_in_an_image(rank, world_size, images):
+    if rank:
+        return solution(rank, world_size, images)
+    mean, variance = solution(rank, world_size, images)
+    return mean * (images.shape[2] * images.shape[3] / 8), variance
+
+
+def sends_the_images(rank, world_size, images):
+    parts = [None] * world_size
+    dist.all_gather_object(parts, by_channel(images))
+    whole = torch.cat(parts, dim=1)
+    return whole.mean(1), whole.var(1, correction=0)
+
+
 def counts_images(rank, world_size, images):
     mean, variance = solution(rank, world_size, images)
     return mean * 8, variance * 8
@@ -69,10 +88,7 @@ def numbers_of_images(rank, world_size, images):
 
 
 def first_two_ranks(rank, world_size, images):
-    parts = [None] * world_size
-    dist.all_gather_object(parts, by_channel(images))
-    whole = torch.cat(parts[:2], dim=1)
-    return whole.mean(1), whole.var(1, correction=0)
+    return solution(rank, world_size, images if rank < 2 else images[:0])
 
 
 WRONG = {
@@ -97,6 +113,15 @@ WRONG = {
             one_pass_in_float64,
             "the mean of rank 0 is torch.float64, the images are torch.float32",
         ),
+        "one pass in float64, and back": (
+            one_pass_in_float64_and_back,
+            "with float64, and a mean near 100 million, on 2 ranks, the variance of rank 0 is off",
+        ),
+        "8 numbers in every image": (
+            eight_numbers_in_an_image,
+            "with no image on rank 0, on 2 ranks, the mean of rank 0 is off by",
+        ),
+        "sends the images": (sends_the_images, "to allgather: send sums only"),
         "counts images, not numbers": (counts_images, "the mean of rank 0 is off by"),
         "the unbiased variance": (unbiased, "the variance of rank 0 is off by"),
         "wrong on rank 1": (wrong_on_rank_1, "the mean of rank 1 is off by"),

@@ -60,6 +60,15 @@ def twice_n_messages(link, compute, size, most):
     return best(seconds, most)
 
 
+def rounds_the_formula(link, compute, size, most):
+    gain = compute - 2 * link[1] * size
+    if gain <= 0:
+        return 1
+    if link[0] == 0:
+        return most
+    return min(most, max(1, round((gain / (2 * link[0])) ** 0.5)))
+
+
 def a_text(link, compute, size, most):
     return "4"
 
@@ -81,6 +90,7 @@ WRONG = {
         "ignores the limit": (always_16, "of 3 workers at most you take 16"),
         "without the last": (without_the_last, "you take 15; more are faster: a link that costs"),
         "2 n messages": (twice_n_messages, "you take 1; more are faster: the latency at which"),
+        "rounds the formula": (rounds_the_formula, "you take 1; more are faster: a formula that"),
         "a text": (a_text, "the answer is str, not a whole number of workers"),
         "None": (nothing, "the answer is NoneType, not a whole number of workers"),
     }
