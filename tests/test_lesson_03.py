@@ -154,7 +154,7 @@ def test_a_launcher_that_ends_leaves_nobody_behind(tmp_path, mode, sign):
     command = [sys.executable, tmp_path / "job.py", tmp_path, mode]
     options = {"env": {**ENVIRONMENT, **paths}, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(command, **options)
-    family, end = [], time.monotonic() + 120
+    family, end = [], time.monotonic() + 200
     expected = 7 if mode == "workers" else 3  # two ranks and Python's resource tracker, workers
     try:
         while len(family) < expected or len(list(tmp_path.glob("ready_*"))) < 2:

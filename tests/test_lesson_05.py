@@ -235,7 +235,7 @@ def endless(tmp_path):
     )
     family = []
     try:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 200
         while not list(tmp_path.glob("tmp*/all/events*")) and time.monotonic() < end:
             time.sleep(0.1)  # all ranks have met, and train
         family = psutil.Process(process.pid).children(recursive=True)
