@@ -283,7 +283,7 @@ def rehearse(nproc, rendezvous, flags):
                 typed = what_to_type(node, 2, ranks_here, addresses[0], port, rendezvous)
                 if rendezvous == "c10d":  # each would find that this address is its own
                     typed += [f"--rdzv-conf=is_host={int(node == 0)}", f"--local-addr={address}"]
-                typed += [f"--log-dir={folder}"]  # else torchrun's folder stays when it is ended
+                typed += [f"--log-dir={folder}"]  # torchrun's own folder for logs would stay
                 place = (address, listener if node == 0 else None, f"{folder}/{node}")
                 job = mp.Process(target=be_launcher, args=([*typed, __file__, *flags], *place))
                 launchers.append(job)

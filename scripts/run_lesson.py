@@ -98,7 +98,8 @@ def leave(signal_number, frame):
     while caller:
         importing = caller.f_code.co_filename.startswith("<frozen importlib")
         starting = caller.f_code.co_qualname == "Popen._launch"
-        busy, caller = busy or importing or starting, caller.f_back
+        busy = busy or importing or starting
+        caller = caller.f_back
     if not busy:
         sys.exit(128 + signal_number)
     signal.signal(signal.SIGALRM, lambda _, later: leave(signal_number, later))
