@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Lesson 01: one process, several replicas (nn.DataParallel written out).
 #   bash scripts/lesson_01.sh [--nproc REPLICAS] [other flags of the lesson; --help lists them]
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" "$root/scripts/run_lesson.py" "$root/lessons/lesson_01_data_parallel.py" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" 01
+exec "$python" "$root/scripts/lockstep" lesson 01 "$@"

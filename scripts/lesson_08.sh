@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Lesson 08: Paddle, one process with several places, then one process per place.
 #   bash scripts/lesson_08.sh [--nproc PLACES] [other flags of the lesson; --help lists them]
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" "$root/scripts/run_lesson.py" "$root/lessons/lesson_08_paddle_parallel_do.py" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" 08
+exec "$python" "$root/scripts/lockstep" lesson 08 "$@"

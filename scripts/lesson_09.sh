@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Lesson 09: BatchNorm on parts of a batch, and synchronised BatchNorm.
 #   bash scripts/lesson_09.sh [--nproc RANKS] [other flags of the lesson; --help lists them]
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" "$root/scripts/run_lesson.py" "$root/lessons/lesson_09_batch_norm.py" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" 09
+exec "$python" "$root/scripts/lockstep" lesson 09 "$@"

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Checks everything: the linter, then every test and every notebook. Flags go to pytest.
 #   bash scripts/test.sh [-k lesson_03] [other flags of pytest]
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" all
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .

@@ -15,11 +15,11 @@ if [ -n "$missing" ]; then
 fi
 here=$(dirname "${BASH_SOURCE[0]}")
 if [ -n "${SUDO_USER:-}" ] && [ -z "${LOCKSTEP_PYTHON:-}" ]; then # .venv must not belong to root
-    if ! python3 "$here/environment.py" --check 2>/dev/null &&
-        ! "$here/../.venv/bin/python" "$here/environment.py" --check 2>/dev/null; then
-        echo "two_machines.sh: error: run this first, without sudo: bash scripts/setup.sh" >&2
+    if ! python3 "$here/lockstep" environment --check 14 2>/dev/null &&
+        ! "$here/../.venv/bin/python" "$here/lockstep" environment --check 14 2>/dev/null; then
+        echo "two_machines.sh: error: run this first, without sudo: bash scripts/setup.sh 14" >&2
         exit 2
     fi
 fi
-source "$here/setup.sh"
-exec "$python" "$root/scripts/run_lesson.py" "$root/scripts/two_machines.py" "$@"
+source "$here/setup.sh" 14
+exec "$python" "$root/scripts/lockstep" two-machines "$@"

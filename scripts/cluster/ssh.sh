@@ -13,5 +13,5 @@
 # Ctrl-C here ends the ranks on all machines; so does the end of this terminal.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=$(bash "$root/scripts/python.sh")
-exec "$python" "$root/scripts/cluster/ssh.py" "$@"
+python=$(bash "$root/scripts/lockstep/python.sh")
+exec "$python" "$root/scripts/lockstep" ssh "$@"

@@ -20,7 +20,7 @@ if [ -n "$missing" ]; then
     exit 2
 fi
 
-python=$(bash "$root/scripts/python.sh")
+python=$(bash "$root/scripts/lockstep/python.sh")
 folder=$(mktemp -d "${TMPDIR:-/tmp}/slurm.XXXXXX")
 
 ours() { # all processes that have this Slurm's configuration in their environment, but this one

@@ -1,13 +1,12 @@
 """Execute notebooks in place, and store their outputs.
 
-    bash scripts/execute_notebooks.sh                                       all of them
-    bash scripts/execute_notebooks.sh notebooks/lesson_01_data_parallel.ipynb   one
+    bash scripts/notebooks.sh --execute                                             all of them
+    bash scripts/notebooks.sh --execute notebooks/lesson_01_data_parallel.ipynb     one
 
 What is stored is what `pytest --nbval` compares with later. A second run leaves the files as they
 are: nothing that changes from run to run, such as times, is kept.
 """
 
-import argparse
 import base64
 import sys
 from pathlib import Path
@@ -16,7 +15,9 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-ROOT = Path(__file__).resolve().parent.parent
+from lockstep.flags import Flags
+from lockstep.lessons import ROOT
+
 NOTEBOOKS = ROOT / "notebooks"
 
 
@@ -29,6 +30,7 @@ def execute(path):
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
+        coalesce_streams=True,
     )
     client.execute()
     notebook.metadata = {
@@ -37,7 +39,6 @@ def execute(path):
     }
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02}"
-        merge_streams(cell)
     nbformat.write(notebook, path)
     save_readme_picture(notebook)
 
@@ -52,26 +53,11 @@ def save_readme_picture(notebook):
             (ROOT / "docs" / "overlap.png").write_bytes(base64.b64decode(picture))
 
 
-def merge_streams(cell):
-    """Join neighbouring pieces of one stream: where they are cut depends on timing."""
-    merged = []
-    for output in cell.get("outputs", []):
-        same = merged and output.output_type == merged[-1].output_type == "stream"
-        if same and output.name == merged[-1].name:
-            merged[-1].text += output.text
-        else:
-            merged.append(output)
-    if "outputs" in cell:
-        cell.outputs = merged
-
-
-def main():
-    """Execute the notebooks named on the command line, or all of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments):
+    """Execute the notebooks that are named, or all of them; return the exit code."""
+    parser = Flags("notebooks.sh --execute", description=__doc__)
     parser.add_argument("notebook", nargs="*", type=Path)
-    paths = parser.parse_args().notebook or sorted(NOTEBOOKS.glob("lesson_*.ipynb"))
+    paths = parser.parse_args(arguments).notebook or sorted(NOTEBOOKS.glob("lesson_*.ipynb"))
     for path in paths:
         if not path.is_file():
             parser.error(f"no such notebook: {path}")
@@ -81,7 +67,4 @@ def main():
             execute(path.resolve())
         except CellExecutionError as error:
             sys.exit(f"{path.name} was left as it was: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

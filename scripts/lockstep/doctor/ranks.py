@@ -1,8 +1,8 @@
 """The part of the doctor that needs torch: do ranks meet, and how fast is the way between them?
 
-    python scripts/doctor_ranks.py RANK WORLD_SIZE TIMEOUT FOLDER PORT,PORT,PORT [FILE DESCRIPTORS]
+    python .../doctor/ranks.py RANK WORLD_SIZE TIMEOUT FOLDER PORT,PORT,PORT [FILE DESCRIPTORS]
 
-doctor.py starts it so, once for each rank on this machine; and it calls `network` under torchrun.
+report.py starts it so, once for each rank on this machine; and it calls `network` under torchrun.
 """
 
 import contextlib
@@ -15,12 +15,17 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error is told in a line of ours
 
-import network as net
 import torch
 import torch.distributed as dist
+
+if __name__ == "__main__":  # report.py starts this file by its path
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+from lockstep import network as net
 
 METHODS = ("env", "tcp", "store", "file")
 BIG = 8 * 2**20  # bytes, for the bandwidth

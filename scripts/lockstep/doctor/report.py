@@ -1,7 +1,7 @@
 """What can this machine do, and do ranks meet on it? Under torchrun: do the machines meet?
 
-    bash scripts/doctor.sh [--nproc RANKS] [--json]               this machine
-    torchrun --nnodes=2 ... scripts/doctor.py [--json]            on each machine: the way between
+    bash scripts/doctor.sh [--nproc RANKS] [--json]             this machine
+    torchrun --nnodes=2 ... scripts/lockstep doctor [--json]    on each machine: the way between
 
 Each line begins with one of these words:
 
@@ -32,7 +32,8 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from lockstep.lessons import ROOT
+
 SETUP = "bash scripts/setup.sh"
 OTHER_FRAMEWORKS = ("tensorflow", "paddlepaddle")  # only lessons 07 and 08 need them
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets
@@ -160,13 +161,13 @@ def read(path):
 
 
 def look_at_memory(nproc):
-    import memory
+    from lockstep import needs
 
-    free = memory.free_memory()
+    free = needs.free_memory()
     limit, used = (read("/sys/fs/cgroup/memory." + name) for name in ("max", "current"))
     if limit.strip().isdigit() and used.strip().isdigit():  # a container's
         free = min(free, max(0, int(limit) - int(used)))
-    needed = nproc * memory.GB_PER_RANK
+    needed = nproc * needs.GB_PER_RANK
     text = f"{free / 1e9:.1f} GB free, {nproc} ranks take about {needed:.1f}"
     if free / 1e9 < needed:
         return row("memory", "not ok", text, "end what takes it, or take a smaller --nproc")
@@ -188,7 +189,7 @@ def look_at_shared_memory(folder="/dev/shm"):
 
 def look_at_host_name():
     """gloo gives its address to the other ranks, and torchrun looks it up."""
-    import network as net
+    from lockstep import network as net
 
     name, begin = socket.gethostname(), time.monotonic()
     addresses = net.addresses_of(name)
@@ -209,7 +210,7 @@ def look_at_host_name():
 
 
 def look_at_interfaces():
-    import network as net
+    from lockstep import network as net
 
     found = net.interfaces()
     text = ", ".join("{} {}".format(name, address or "-") for name, address in found.items())
@@ -251,6 +252,8 @@ def look_at_machine(nproc):
 
 def start_ranks(nproc, timeout, folder):
     """Start the ranks; return the processes. Rank 0 gets sockets that listen on 127.0.0.1."""
+    from lockstep import network
+
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     for name in (
         "RANK",
@@ -260,15 +263,15 @@ def start_ranks(nproc, timeout, folder):
         "TORCHELASTIC_USE_AGENT_STORE",
     ):
         environment.pop(name, None)
-    for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):
-            environment["GLOO_SOCKET_IFNAME"] = name
+    name = network.loopback()
+    if name:
+        environment["GLOO_SOCKET_IFNAME"] = name
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     ports = ",".join(str(listener.getsockname()[1]) for listener in listeners)
     processes = []
     for rank in range(nproc):
         given = [listener.fileno() for listener in listeners] if rank == 0 else []
-        script = str(Path(__file__).with_name("doctor_ranks.py"))
+        script = str(Path(__file__).with_name("ranks.py"))
         command = [sys.executable, script, str(rank), str(nproc), str(timeout), folder, ports]
         processes.append(
             subprocess.Popen(
@@ -411,8 +414,9 @@ def missing_row(here, why, world_size):
 
 def look_at_machines(rank, world_size, timeout):
     """Return the rows of the way between machines; the same on each rank."""
-    import doctor_ranks
     import torch.distributed as dist
+
+    from lockstep.doctor import ranks as doctor_ranks
 
     options = {"wait_for_workers": False, "multi_tenant": True}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -484,8 +488,8 @@ def conclude(rows, as_json):
     return 1 if wrong else 0
 
 
-def read_flags():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+def read_flags(arguments):
+    parser = argparse.ArgumentParser("doctor.sh", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     prefix = f"{parser.prog}: error: "
     speaks = os.environ.get("RANK", "0") == "0"
@@ -496,7 +500,7 @@ def read_flags():
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
-    flags = parser.parse_args()
+    flags = parser.parse_args(arguments)
     for name, low, high in (("nproc", 1, 64), ("timeout", 1, 3600)):
         if not low <= getattr(flags, name) <= high:
             parser.error(f"argument --{name}: must be from {low} to {high}")
@@ -546,10 +550,24 @@ def several_machines(flags):
     return conclude(rows, flags.json)
 
 
-def main():
-    flags = read_flags()
-    if flags.check:
+def main(arguments):
+    """Examine this machine, or be one rank of several machines; return the exit code."""
+    flags = read_flags(arguments)
+    if flags.check:  # in the launcher's own process, which goes on: change nothing there
         return 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    code = examine(flags)
+    sys.stdout.flush()
+    if "RANK" in os.environ:  # a group that has failed may keep threads that never end
+        watch = threading.Timer(10, os._exit, [code])
+        watch.daemon = True
+        watch.start()
+    return code
+
+
+def examine(flags):
+    """Examine this machine, or the way between several; return the exit code."""
     if set(OF_A_RANK) <= set(os.environ):
         return several_machines(flags)
     return one_machine(flags)
@@ -560,17 +578,3 @@ def interrupt(number, frame):
     signal.signal(number, signal.SIG_IGN)
     print("interrupted: all that was started has ended", file=sys.stderr)
     sys.exit(128 + number)
-
-
-if __name__ == "__main__":
-    if "--check" in sys.argv:  # in the launcher's own process, which goes on: change nothing there
-        sys.exit(main())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
-    code = main()
-    sys.stdout.flush()
-    if "RANK" in os.environ:  # a group that has failed may keep threads that never end
-        watch = threading.Timer(10, os._exit, [code])
-        watch.daemon = True
-        watch.start()
-    sys.exit(code)

@@ -1,4 +1,7 @@
-"""Does the work of ssh.sh: starts node.py on each machine, and ends all when one fails."""
+"""Start `machine` on each of several machines by ssh, and end all when one fails.
+
+python scripts/lockstep ssh HOST,HOST WHAT [flags of WHAT]      cluster/ssh.sh says more
+"""
 
 import re
 import shlex
@@ -8,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from lockstep import ending
+from lockstep.lessons import ROOT
+
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 FREE_PORT = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
 HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
@@ -18,7 +23,7 @@ PATIENCE = 15  # seconds for the other machines to say why they fail, and to cle
 def remote(command):
     """Return what ssh is to run there: a command that begins with the Python of that machine."""
     command = " ".join(shlex.quote(part) for part in command)
-    command = f'cd {shlex.quote(str(ROOT))} && exec "$(bash scripts/python.sh)" {command}'
+    command = f'cd {shlex.quote(str(ROOT))} && exec "$(bash scripts/lockstep/python.sh)" {command}'
     return f"exec bash -c {shlex.quote(command)}"  # whatever the login shell there is
 
 
@@ -32,13 +37,13 @@ def find_port(host):
     return run.stdout.strip()
 
 
-def start(hosts, port, arguments):
-    """Start node.py on each machine. It ends when its stdin, which we hold, is closed."""
+def start(hosts, port, what, flags):
+    """Start `machine` on each machine. It ends when its stdin, which we hold, is closed."""
     processes = []
     nodes = ",".join(host.rpartition("@")[2] for host in hosts)
     for number, host in enumerate(hosts):
         own = [f"--nodes={nodes}", f"--node-rank={number}", f"--port={port}"]
-        command = remote(["scripts/node.py", *arguments, *own, "--end-with-stdin"])
+        command = remote(["scripts/lockstep", "machine", what, *own, "--end-with-stdin", *flags])
         there = [*SSH, host, command]
         processes.append(subprocess.Popen(there, stdin=subprocess.PIPE, start_new_session=True))
     return processes
@@ -66,27 +71,27 @@ def end(processes):
             process.kill()
 
 
-def main():
-    arguments = sys.argv[1:]
+def main(arguments):
+    """Run something on the machines that are named; return the exit code."""
     if len(arguments) < 2 or not re.fullmatch(HOSTS, arguments[0]):
-        print("ssh.sh: error: expected HOST,HOST and a lesson or doctor", file=sys.stderr)
+        print(
+            "ssh.sh: error: expected HOST,HOST and a lesson, doctor, or a script", file=sys.stderr
+        )
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ending.WORDS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    hosts, *arguments = arguments[0].split(","), *arguments[1:]
+    hosts, (what, *flags) = arguments[0].split(","), arguments[1:]
+    if Path(what).is_file():
+        what = str(Path(what).resolve())  # the machines start in the folder of the repository
     processes = []
     try:
-        processes += start(hosts, find_port(hosts[0]), arguments)
+        processes += start(hosts, find_port(hosts[0]), what, flags)
         return wait(processes)
     except SystemExit as stop:
         if isinstance(stop.code, int):
-            print("interrupted: all that was started has ended", file=sys.stderr)
+            ending.say_goodbye(stop.code - 128)
         raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending.WORDS:
             signal.signal(number, signal.SIG_IGN)
         end(processes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,6 +25,11 @@ def interfaces():
     return found
 
 
+def loopback():
+    """Return the name of the interface that no other machine reaches: lo, on a Mac lo0."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 def is_loopback(address):
     """Return whether only this machine can reach `address`, a number and not a name."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

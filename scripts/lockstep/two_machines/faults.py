@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from machines import PORT, TwoMachines
+from lockstep.two_machines.namespaces import PORT, TwoMachines
 
 LAUNCHER_WAITS, RANK_WAITS, AT_MOST = 15, 20, 200  # seconds
 

@@ -21,11 +21,11 @@ import sys
 import time
 from pathlib import Path
 
-import machine_faults
-from machines import ADDRESSES, PORT, TwoMachines
-from torchrun import explain
+from lockstep import ending, lessons
+from lockstep.two_machines import faults
+from lockstep.two_machines.namespaces import ADDRESSES, PORT, TwoMachines
 
-ROOT = Path(__file__).resolve().parent.parent
+RANK = lessons.ROOT / "scripts" / "lockstep" / "rank.py"
 OWN = {"--nproc": "4", "--rate": "0", "--delay": "0", "--cut": "0", "--rendezvous": "static"}
 
 
@@ -57,17 +57,15 @@ def read_flags(arguments):
 
 
 def find_lesson(number):
-    """Return (script, whether it starts its ranks itself) of a lesson for two machines."""
-    found = list((ROOT / "lessons").glob(f"lesson_{number:0>2}_*.py")) if number.isdigit() else []
-    if not found:
+    """Return a lesson whose ranks can be on two machines; leave with one line if it is none."""
+    lesson = lessons.find(number)
+    if lesson is None:
         refuse(f"argument LESSON: there is no lesson '{number[:40]}'")
-    text = found[0].read_text(encoding="utf-8")
-    if "\ndef launch_job(func, nproc, " in text:
-        return found[0], True
-    launcher = (ROOT / "scripts" / f"lesson_{number:0>2}.sh").read_text()
-    if "torchrun.py" in launcher or "--nnodes" in text:
-        return found[0], False
-    refuse(f"argument LESSON: lesson {number} stays on one machine: no launcher starts its ranks")
+    if lesson.start not in lessons.ON_SEVERAL_MACHINES:
+        refuse(
+            f"argument LESSON: lesson {number} stays on one machine: no launcher starts its ranks"
+        )
+    return lesson
 
 
 def check(script, flags, ranks):
@@ -92,18 +90,15 @@ def torchrun(node, ranks, rendezvous, program, flags):
     return [sys.executable, *command, program, *flags]
 
 
-def run(two, script, launches, own, flags):
+def run(two, script, own, flags):
     """Run the lesson on two machines; return the exit code."""
-    ends, rank = Path(two.folder.name, "ends"), ROOT / "scripts" / "rank.py"
+    ends = Path(two.folder.name, "ends")
     ends.mkdir()
-    environment = {"LOCKSTEP_LESSON": str(script), "LOCKSTEP_ENDS": str(ends)}
-    if launches:
-        environment["LOCKSTEP_LESSON"] = str(ROOT / "scripts" / "launched_rank.py")
-        environment["LOCKSTEP_LAUNCHES"] = str(script)
+    environment = {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": str(ends)}
     environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     launchers, logs = [], [Path(two.folder.name, f"stderr_{node}") for node in (0, 1)]
     for node, machine in enumerate(two.machines):
-        command = torchrun(node, int(own["--nproc"]), own["--rendezvous"], rank, flags)
+        command = torchrun(node, int(own["--nproc"]), own["--rendezvous"], RANK, flags)
         with open(logs[node], "w") as log:
             options = {"env": {**os.environ, **environment}, "stderr": log}
             launchers.append(machine.start(*command, **options))
@@ -113,7 +108,7 @@ def run(two, script, launches, own, flags):
     said = "".join(log.read_text() for log in logs).strip() or "the launchers have said nothing"
     if os.environ.get("LOCKSTEP_VERBOSE") == "1":
         print(said, file=sys.stderr)
-    why = explain({}, ends)
+    why = ending.explain({}, ends)
     if not any(ends.iterdir()):  # no rank has come to its end: the launchers know why
         why = said.splitlines()[-1]
     if why:
@@ -136,26 +131,22 @@ def wait(two, launchers, cut):
     return moment and time.monotonic() - moment
 
 
-def main():
+def main(arguments):
     """Run a lesson or the faults; return the exit code."""
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    if arguments[:1] in ([], ["-h"], ["--help"]):
         print(__doc__)
         return 0
-    what, *arguments = sys.argv[1:]
+    what, *arguments = arguments
     if what == "faults":
-        return machine_faults.main(arguments)
+        return faults.main(arguments)
     own, flags = read_flags(arguments)
-    script, launches = find_lesson(what)
-    its_own = ["--nproc", own["--nproc"]] if launches else []
-    check(script, flags + its_own, int(own["--nproc"]))
+    lesson = find_lesson(what)
+    its_own = ["--nproc", own["--nproc"]] if lesson.start == lessons.LAUNCH_JOB else []
+    check(lesson.script, flags + its_own, int(own["--nproc"]))
     with TwoMachines() as two:
         if int(own["--rate"]) or int(own["--delay"]):
             try:
                 two.limit(int(own["--rate"]), int(own["--delay"]))
             except subprocess.CalledProcessError as error:
                 refuse(f"the cable can't be made slow: tc says: {error.stderr.strip()[:200]}")
-        return run(two, script, launches, own, flags)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return run(two, lesson.script, own, flags)

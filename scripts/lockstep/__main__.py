@@ -1,0 +1,45 @@
+"""The commands of the course, as the files in scripts/ and in scripts/cluster/ call them.
+
+    python scripts/lockstep lesson NN [flags]           run a lesson on this machine
+    python scripts/lockstep machine WHAT [flags]        be one of several machines that run WHAT
+    python scripts/lockstep doctor [flags]              what can this machine do, do ranks meet?
+    python scripts/lockstep ssh HOST,HOST WHAT [flags]  start `machine` on each of them by ssh
+    python scripts/lockstep two-machines WHAT [flags]   run WHAT on two machines made of one
+    python scripts/lockstep execute [NOTEBOOK ...]      execute notebooks in place
+
+Each says more with --help. Others are for the package itself: `inside` is the second process of a
+lesson (run.py), `on-two-machines` that of two-machines; `environment` makes .venv (environment.py).
+"""
+
+# This file, the doctor and environment.py also run where Python is too old to say so: they use no
+# syntax that is younger than Python 3.8.
+
+import importlib
+import sys
+from pathlib import Path
+
+COMMANDS = {
+    "lesson": "lockstep.run",
+    "inside": "lockstep.inside",
+    "machine": "lockstep.machine",
+    "doctor": "lockstep.doctor.report",
+    "ssh": "lockstep.ssh",
+    "two-machines": "lockstep.two_machines",
+    "on-two-machines": "lockstep.two_machines.run",
+    "execute": "lockstep.execute",
+    "environment": "lockstep.environment",
+}
+
+
+def main():
+    """Call the main(arguments) of a command; return its exit code."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in COMMANDS:
+        print(__doc__, file=sys.stdout if name == "--help" else sys.stderr)
+        return 0 if name == "--help" else 2
+    return importlib.import_module(COMMANDS[name]).main(arguments)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The second process of a lesson, which run.py watches: it runs the script, or starts its ranks.
+
+python scripts/lockstep inside HOW SCRIPT [flags]       HOW: a word of lessons.py
+"""
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+from lockstep import ending, ranks
+from lockstep.lessons import TORCHRUN
+
+
+def main(arguments):
+    """Run a script as if Python had been called with it; return its exit code."""
+    how, script, *flags = arguments
+    ending.end_with_parent(signal.SIGTERM)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, ending.leave)
+    try:
+        if how == TORCHRUN:
+            return ranks.main(script, flags)
+        sys.argv = [script, *flags]
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            raise
+        lines = stop.code.strip().splitlines()
+        print("\n".join(lines if ending.verbose() else lines[-1:]), file=sys.stderr)
+        return 1
+    except Exception as error:
+        if ending.verbose():
+            traceback.print_exc()
+        print(f"{os.path.basename(script)} failed: {ending.reason(error)}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,82 @@
+"""The table of lessons: number, script, how its ranks start, what it needs installed."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# How the ranks of a lesson start.
+TORCHRUN = "torchrun"  # ranks.py starts them, as the command torchrun does
+LAUNCH_JOB = "launch_job"  # the script does, by launch_job(func, nproc, *args); all on one machine
+REHEARSAL = "rehearsal"  # the script starts torchrun twice; under torchrun it is a rank itself
+ITSELF = "itself"  # the script does, in its own ways; all on one machine
+ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
+
+ON_SEVERAL_MACHINES = (TORCHRUN, LAUNCH_JOB, REHEARSAL)
+FRAMEWORKS = ("tensorflow", "paddlepaddle")  # large, and only 07 and 08 need them
+IMPORT_NAMES = {"scikit-learn": "sklearn", "paddlepaddle": "paddle"}  # where pip has another name
+
+
+class Lesson(NamedTuple):
+    """A row of the table. Packages are named as in requirements.txt."""
+
+    number: str
+    slug: str
+    start: str
+    packages: tuple
+    compares_with: tuple = ()  # installed for it, and not missed where it is not there
+
+    @property
+    def script(self):
+        """Return the path of the script."""
+        return ROOT / "lessons" / f"lesson_{self.number}_{self.slug}.py"
+
+
+TORCH = ("torch", "numpy")
+TABLE = (
+    Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
+    Lesson("02", "launch_ddp", TORCHRUN, TORCH),
+    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "tqdm")),
+    Lesson("04", "init_methods", ITSELF, TORCH),
+    Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard")),
+    Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
+    Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
+    Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
+    Lesson("09", "batch_norm", ITSELF, TORCH),
+    Lesson("10", "same_as_one_process", ITSELF, (*TORCH, "scikit-learn")),
+    Lesson("11", "how_fast", ITSELF, (*TORCH, "scikit-learn")),
+    Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
+    Lesson("13", "tensor_and_hybrid", TORCHRUN, TORCH),
+    Lesson("14", "several_machines", REHEARSAL, TORCH),
+)
+
+
+def find(number):
+    """Return the lesson with this number, "3" or "03"; None if there is none."""
+    return next((lesson for lesson in TABLE if lesson.number == number.zfill(2)), None)
+
+
+def of_script(path):
+    """Return the lesson whose script this is, or None."""
+    path = Path(path).resolve()
+    return next((lesson for lesson in TABLE if lesson.script == path), None)
+
+
+def packages_for(what):
+    """Return the packages that `what` needs; None stands for all of requirements.txt.
+
+    `what` is a lesson's number, "doctor", "notebooks" (all but TensorFlow and Paddle), or "all".
+    Raises LookupError for anything else.
+    """
+    if what == "all":
+        return None
+    if what == "doctor":
+        return TORCH
+    if what == "notebooks":
+        pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        names = [line.partition("==")[0] for line in pins if "==" in line.partition("#")[0]]
+        return tuple(name for name in names if name not in FRAMEWORKS)
+    lesson = find(what)
+    if lesson is None:
+        raise LookupError(f"there is no lesson {what[:40]!r}")
+    return lesson.packages + lesson.compares_with

@@ -1,0 +1,145 @@
+"""Be one machine of several that run a lesson, the doctor, or a script of yours, together.
+
+    python scripts/lockstep machine WHAT --nodes HOST,HOST --node-rank N --port PORT
+                            [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
+
+WHAT is a lesson's number, "doctor" (look at the network before a long job), or the path of a
+training script of yours that torchrun could start. --nodes names all machines, in the same order
+everywhere; --node-rank says which of them this one is; --port is free on the first. --nproc: ranks
+on this machine, 2 by default. What follows "--" is handed to WHAT as it is. The files in cluster/
+(for Slurm, Kubernetes, ssh) call it once on each machine, with the same values but for --node-rank.
+It does what this does, by hand:
+
+    torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST --master-port=PORT \\
+        lessons/lesson_02_launch_ddp.py
+
+and four things more. It waits until the names of all machines are known, and for the machines
+themselves, and names one that does not come. It lets gloo use the interface that leads to the other
+machines, because a host's own name is often 127.0.1.1 (GLOO_SOCKET_IFNAME, if you have set it,
+counts). The store listens at that interface only. And an error costs one line.
+
+Each machine needs this repository and a Python with what WHAT needs. Lessons 05 and 06 write files:
+TMPDIR, or their own flag for a folder, must name one that all machines share. Else 06 fails, and 05
+leaves event files on the other machines. There is no password: a machine trusts all that reach it.
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from lockstep import lessons, network, run
+from lockstep.flags import Flags, split_at_dashes, whole
+
+HOSTS = r"[\w:][\w.:%-]*(,[\w:][\w.:%-]*)*"
+
+
+def main(arguments):
+    """Be one machine; return the exit code."""
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    parser = make_parser()
+    own, flags = read_flags(parser, arguments)
+    script, flags = find_script(parser, own.what, flags)
+    here, first = find_way(own)
+    environment = without_another_job()
+    interface = network.interface_of(here)
+    if interface:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environment["LOCKSTEP_NODES"] = ",".join(own.nodes)
+    environment["LOCKSTEP_NODE_RANK"] = str(own.node_rank)
+    environment["LOCKSTEP_STORE"] = f"{first} {own.port} {own.wait}"
+    if own.end_with_stdin:
+        threading.Thread(target=end_with_stdin, daemon=True).start()
+    return run.start(lessons.TORCHRUN, script, [f"--nproc={own.nproc}", *flags], environment)
+
+
+def without_another_job():
+    """Return our environment, without what another job's launcher has exported in it."""
+    return {name: value for name, value in os.environ.items() if name not in run.OF_A_JOB}
+
+
+def make_parser():
+    """Return the parser of our own flags."""
+    parser = Flags("machine", add_help=False)
+    parser.add_argument("--nodes", type=hosts, required=True)
+    parser.add_argument("--node-rank", type=whole(0, 9999), required=True)
+    parser.add_argument("--port", type=whole(1, 65535), required=True)
+    parser.add_argument("--nproc", type=whole(1, 64), default=2)
+    parser.add_argument("--wait", type=whole(0, 86400), default=120)
+    # The ssh loop: nobody is left here if its terminal has gone.
+    parser.add_argument("--end-with-stdin", action="store_true")
+    return parser
+
+
+def hosts(text):
+    """Return the hosts of a list; none begins with "-", which another program takes for a flag."""
+    if not re.fullmatch(HOSTS, text):
+        raise ValueError
+    return text.split(",")
+
+
+hosts.__name__ = "list of host names or addresses, with commas between them"  # argparse says it
+
+
+def read_flags(parser, arguments):
+    """Return (our own flags, those of WHAT; what followed "--" still does)."""
+    what, *rest = arguments
+    ours, theirs = split_at_dashes(rest)
+    own, flags = parser.parse_known_args(ours)
+    own.what = what
+    if own.node_rank >= len(own.nodes):
+        parser.error(f"argument --node-rank: must be from 0 to {len(own.nodes) - 1}")
+    return own, [*flags, "--", *theirs]
+
+
+def find_script(parser, what, flags):
+    """Return (the script that runs on each rank, its flags); leave if it can't run on several."""
+    if what == "doctor":
+        return lessons.ROOT / "scripts" / "lockstep", ["doctor", *flags]
+    if Path(what).is_file():
+        return Path(what).resolve(), flags
+    lesson = lessons.find(what)
+    if lesson is None:
+        parser.error(f"there is no lesson and no file {what[:80]!r}; take a number, or doctor")
+    if lesson.start not in lessons.ON_SEVERAL_MACHINES:
+        one = lesson.start == lessons.ONE_PROCESS
+        why = "is one process" if one else "starts its own ranks, all on one machine"
+        can = [each.number for each in lessons.TABLE if each.start in lessons.ON_SEVERAL_MACHINES]
+        parser.error(f"lesson {lesson.number} {why}; take {', '.join(can)}, doctor, or a script")
+    return lesson.script, flags
+
+
+def find_way(own):
+    """Return (this machine's address on the way to the others, the first machine's address).
+
+    Waits until the names are known: in Kubernetes they are not, before the pods have addresses.
+    """
+    end = time.monotonic() + own.wait
+    while True:
+        known = {node: network.addresses_of(node) for node in own.nodes}
+        unknown = [node for node, addresses in known.items() if not addresses]
+        if not unknown:
+            break
+        if time.monotonic() > end:
+            names = ", ".join(unknown)
+            sys.exit(f"machine: error: nobody knows the address of {names}: see --nodes, and DNS")
+        time.sleep(1)
+    others = [node for node in own.nodes if node != own.nodes[own.node_rank]] or own.nodes
+    try:
+        here = network.address_towards(known[others[0]][0])
+    except OSError as error:
+        where = f"{others[0]} ({known[others[0]][0]})"
+        sys.exit(f"machine: error: no way to {where}: {error.strerror}")
+    return here, here if own.node_rank == 0 else known[own.nodes[0]][0]
+
+
+def end_with_stdin():
+    """Ask this process to end when nobody holds its stdin open any more."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,71 @@
+"""What a lesson needs before it is started: its packages, and memory for its ranks."""
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+from lockstep.lessons import IMPORT_NAMES, ONE_PROCESS, ROOT
+
+# What one rank takes, in GB, that it does not share with the others. Measured with the CPU build of
+# torch: 0.15 in lesson 04, 0.16 in 08, 0.21 in 02, 06 and 09, 0.22 in 05, 0.27 in 10, 0.28 in 03,
+# and 0.32 in 11, where rank 0 takes 1.
+GB_PER_RANK = 0.3
+
+
+def problem(lesson, flags):
+    """Return one line that says what a lesson lacks, with these flags, or None.
+
+    --force among the flags: the memory is not looked at.
+    """
+    found = missing_packages(lesson)
+    if not found and lesson.start != ONE_PROCESS and "--force" not in flags:
+        found = too_little_memory(asked_ranks(flags))
+    return found and f"{lesson.script.name}: error: {found}"
+
+
+def missing_packages(lesson):
+    """Return one line that says which packages are missing and how to get them, or None."""
+    names = [
+        name
+        for name in lesson.packages
+        if importlib.util.find_spec(IMPORT_NAMES.get(name, name)) is None
+    ]
+    if not names:
+        return None
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pins = [line.split()[0] for line in lines if line.partition("==")[0] in names]
+    return f"needs {', '.join(names)}: {sys.executable} -m pip install {' '.join(pins)}"
+
+
+def asked_ranks(flags):
+    """Return the number behind --nproc, or 0: whether it may be, the lesson says."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc", default="0")
+    try:
+        asked = parser.parse_known_args(flags)[0].nproc
+    except argparse.ArgumentError:
+        return 0
+    return int(asked) if re.fullmatch("[0-9]{1,2}", asked) else 0
+
+
+def free_memory():
+    """Return the memory that new processes can have, in bytes; where only Linux says it, all."""
+    meminfo = Path("/proc/meminfo")
+    available = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    if available:
+        return int(available[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def too_little_memory(ranks):
+    """Return one line that says why so many ranks don't fit into the memory, or None if they do."""
+    needed, free = ranks * GB_PER_RANK, free_memory() / 1e9
+    if needed <= free:
+        return None
+    return (
+        f"argument --nproc: {ranks} ranks need about {needed:.1f} GB of memory, and "
+        f"{free:.1f} GB are free; take fewer, or add --force"
+    )

@@ -1,0 +1,97 @@
+"""Be one rank of a script; ranks.py starts it. Write down how it ended, for ranks.py to read.
+
+The script and the folder come in the environment, because torch.distributed.launch puts a flag of
+its own, --local-rank, in front of ours.
+"""
+
+import atexit
+import importlib
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # torchrun runs this file by its path
+
+from lockstep import ending, lessons  # noqa: E402
+
+
+def main():
+    """Run the script as this rank; return the exit code."""
+    parent = os.getppid()
+    ending.end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for ranks.py to handle
+    script = os.environ["LOCKSTEP_SCRIPT"]
+    sys.argv[0] = script
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        run(script)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            ending.write_end(stop.code.strip().splitlines()[-1])
+            return 1
+        if stop.code != 128 + signal.SIGTERM:  # with this one it has been ended, and cleans up
+            ending.write_end(None)
+        return stop.code or 0
+    except Exception as error:
+        if ending.verbose():
+            traceback.print_exc()
+        lost = bool(ending.LOST.search(str(error)))
+        ending.write_end(ending.reason(error), lost)
+        if lost:
+            time.sleep(2)  # the rank that is the cause leaves before us, and torchrun sees it first
+        return 1
+    ending.write_end(None)
+    return 0
+
+
+def run(script):
+    """Run a script as Python would; one that would start ranks itself is one of them."""
+    lesson = lessons.of_script(script)
+    if lesson and lesson.start == lessons.LAUNCH_JOB:
+        run_launched(importlib.import_module(Path(script).stem))
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def run_launched(lesson):
+    """Be one rank of a lesson that calls launch_job(func, nproc, *args), on several machines.
+
+    mp.spawn starts processes on one machine only. Here the ranks are started already, so its
+    launch_job is replaced by one that starts nothing.
+    """
+
+    def launch_job(func, nproc, *args):
+        """Call func(rank, world_size, device, *args) as the rank that we are."""
+        rank, world_size, device = lesson.join_group()
+        result = func(rank, world_size, device, *args)
+        lesson.dist.destroy_process_group()
+        if rank > 0:
+            sys.exit()  # rank 0 goes on, and judges what all have found
+        return result
+
+    lesson.launch_job = launch_job
+    sys.argv += ["--nproc", os.environ["WORLD_SIZE"]]
+    sys.exit(lesson.start(lesson.main, lesson.refuse))
+
+
+def leave(code):
+    """End this process as Python does, but for the C++ objects that are still alive.
+
+    A group that has failed, or that DTensor still holds, keeps gloo's threads. If they live until
+    these objects go, C++ now and then aborts the process: "terminate called without an active
+    exception". Then torchrun would see a rank that SIGABRT has killed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

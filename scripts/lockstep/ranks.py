@@ -1,0 +1,181 @@
+"""Start the ranks of a script with torchrun, on this machine; say in one line what went wrong.
+
+This is torchrun (the function that the command calls), with two things changed.
+
+The meeting: under `torchrun --standalone` the ranks meet at a store that listens on all addresses
+of the machine. It has no password; whoever reaches it can read and overwrite what the ranks tell
+each other. Here it listens on 127.0.0.1 only.
+
+The report: torchrun prints a page about a rank that failed. Here rank.py writes down why each rank
+ended, and the cause is told from its consequences (ending.py).
+
+machine.py calls it on each of several machines, and says by LOCKSTEP_NODES which they are.
+"""
+
+import logging
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+from lockstep import ending, lessons, network
+from lockstep.flags import Flags, split_at_dashes, whole
+
+RANK = Path(__file__).with_name("rank.py")
+
+
+class Job:
+    """Which machines run the job, and which of them this one is: what machine.py has set."""
+
+    def __init__(self):
+        self.nodes = os.environ.get("LOCKSTEP_NODES", "this machine").split(",")
+        self.node_rank = int(os.environ.get("LOCKSTEP_NODE_RANK", 0))
+        host, port, seconds = os.environ.get("LOCKSTEP_STORE", "127.0.0.1 0 60").split()
+        self.host, self.port, self.seconds = host, int(port), int(seconds)
+
+
+def main(script, arguments):
+    """Start the ranks of a script with its flags and ours; return the exit code."""
+    own, flags = read_flags(script, arguments)
+    if not ending.verbose():
+        logging.disable()  # torchrun's page; and its remark that it sets OMP_NUM_THREADS
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    job = Job()
+    if lessons.of_script(script):
+        check(script, own.nproc, flags, job)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": folder}
+        try:
+            start_ranks(own, folder, flags, job)
+        except SignalException as stop:
+            return 128 + stop.sigval
+        except ChildFailedError as error:
+            text = ending.explain(error.failures, Path(folder), len(job.nodes) > 1)
+            if text:
+                print(text, file=sys.stderr)
+            codes = {failure.exitcode for failure in error.failures.values()}
+            return 2 if codes == {2} else 1
+    return 0
+
+
+def read_flags(script, arguments):
+    """Return (our own flags, those of the script); what follows "--" is the script's as it is."""
+    ours, theirs = split_at_dashes(arguments)
+    parser = Flags(Path(script).name, add_help=False)
+    parser.add_argument("--nproc", type=whole(1, 64), default=2)
+    parser.add_argument("--launcher", choices=("torchrun", "launch"), default="torchrun")
+    own, rest = parser.parse_known_args(ours)
+    return own, rest + theirs
+
+
+def check(script, nproc, flags, job):
+    """Let the lesson check its flags, before any rank starts; leave if it finds a mistake.
+
+    Without flags, and with no more ranks than the smallest default batch has rows for, there is
+    nothing to check. It runs in this process, which needs torch as well: importing it takes longer
+    than the check. So what is checked must leave no thread and no signal handler here.
+    """
+    asks_for_help = bool({"-h", "--help"} & set(flags))
+    world_size = nproc * len(job.nodes)
+    if not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
+        return
+    place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
+    arguments = [str(script), *(["--help"] if asks_for_help else ["--check", *flags])]
+    with patch.object(sys, "argv", arguments), patch.dict(os.environ, place):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as stop:
+            if stop.code:
+                raise
+    if asks_for_help:
+        sys.exit()
+
+
+def start_ranks(own, folder, flags, job):
+    """Run rank.py on each rank under torchrun. Raises ChildFailedError if a rank fails."""
+    import torch.distributed.launch
+    import torch.distributed.run
+
+    register_rendezvous(job)
+    command = ["--rdzv-backend=lockstep", "--rdzv-id=lesson", f"--log-dir={folder}"]
+    command += [f"--nnodes={len(job.nodes)}", f"--nproc-per-node={own.nproc}", str(RANK), *flags]
+    main = {"torchrun": torch.distributed.run.main, "launch": torch.distributed.launch.main}
+    main[own.launcher](command)
+
+
+def register_rendezvous(job):
+    """Tell torchrun of --rdzv-backend=lockstep: a store that listens at one address only.
+
+    That address is 127.0.0.1, if there is only this machine.
+    """
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class OneAddress(StaticTCPRendezvous):
+        def get_backend(self):
+            return "lockstep"
+
+        def next_rendezvous(self):
+            host, port = job.host, job.port
+            options = {"wait_for_workers": False, "multi_tenant": True}
+            if job.node_rank == 0:
+                listener = listen(host, port)
+                host, port = listener.getsockname()[:2]
+                options["master_listen_fd"] = listener.detach()
+            else:
+                wait_for_first_machine(job)
+            store = TCPStore(host, port, is_master=job.node_rank == 0, **options)
+            check_in(store, job)
+            place = RendezvousStoreInfo(host, port)
+            return RendezvousInfo(store, job.node_rank, len(job.nodes), place)
+
+    def make(parameters):
+        place = job.node_rank, len(job.nodes), parameters.run_id
+        return OneAddress("", 0, *place, timeout=60)
+
+    rendezvous_handler_registry.register("lockstep", make)
+
+
+def listen(host, port):
+    """Return a socket that listens at this address; leave with one line if it is taken."""
+    try:
+        return network.listen_at(host, port)
+    except OSError as error:
+        sys.exit(f"can't listen at {host}, port {port}: {error.strerror}; take another --port")
+
+
+def wait_for_first_machine(job):
+    """Return when it listens. TCPStore would wait as well, and longer, and write forty lines."""
+    end = time.monotonic() + job.seconds
+    while True:
+        try:
+            socket.create_connection((job.host, job.port), 5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                why = f"no answer at {job.host}, port {job.port}, in {job.seconds} s ({error})"
+                sys.exit(f"machine 0 ({job.nodes[0]}): {why}; is it started, with this --port?")
+        time.sleep(0.2)
+
+
+def check_in(store, job):
+    """Return when all machines are here; else leave with one line that names those that are not."""
+    names = [f"machine/{number}" for number in range(len(job.nodes))]
+    store.set(names[job.node_rank], "")
+    try:
+        store.wait(names, timedelta(seconds=job.seconds))
+    except RuntimeError:
+        late = [n for n, name in enumerate(names) if not store.check([name])]
+        late = ", ".join(f"machine {n} ({job.nodes[n]})" for n in late)
+        why = f"not here after {job.seconds} s: {late}"
+        sys.exit(f"{why}; start it, and look at what it says itself")

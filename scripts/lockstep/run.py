@@ -1,0 +1,115 @@
+"""Run a lesson for its launcher: a failure or Ctrl-C costs one line, and nothing is left behind.
+
+    python scripts/lockstep lesson NN [--verbose] [--force] [flags of the lesson]
+
+There are two processes. The first one, here, only watches. The second one (inside.py) runs the
+lesson, in a process group of its own: so Ctrl-C in a terminal reaches the first one alone, and not
+a rank in the middle of an import. The first one then asks the second to end (SIGTERM), and the
+second turns that into a SystemExit: every `finally` and every `with` is left, ranks are ended,
+folders are removed.
+
+Exit codes: the lesson's own; 1 if it raised an error; 2 if a package or memory is missing; 130
+after Ctrl-C; 143 after SIGTERM. --verbose shows the whole traceback of an error; --force starts the
+lesson although the memory is not enough.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from lockstep import ending, lessons, needs, network
+from lockstep.flags import split_at_dashes
+
+PATIENCE = 10  # seconds for a lesson to clean up, before it is killed
+OF_A_JOB = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
+def main(arguments):
+    """Run the lesson with this number on this machine; return the exit code."""
+    number, *flags = arguments or ["--help"]
+    lesson = lessons.find(number)
+    if lesson is None:
+        print(__doc__, file=sys.stdout if number in ("-h", "--help") else sys.stderr)
+        return 0 if number in ("-h", "--help") else 2
+    if problem := needs.problem(lesson, flags):
+        print(problem, file=sys.stderr)
+        return 2
+    environment = as_it_is() if lesson.number == "04" else on_this_machine_alone()
+    return start(lesson.start, lesson.script, flags, environment)
+
+
+# --- What a job finds in its environment ---
+
+
+def on_this_machine_alone():
+    """Return the environment of a job all of whose ranks are on this machine.
+
+    Over gloo a rank listens at the address of the host's name, which others may reach: so gloo is
+    told to use the loopback interface, whatever GLOO_SOCKET_IFNAME says. And the job does not see
+    what another job's launcher has exported (RANK and the like).
+    """
+    hidden = [*OF_A_JOB, "GLOO_SOCKET_IFNAME"]
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return loopback() | kept
+
+
+def as_it_is():
+    """Return the environment of lesson 04, which is about these variables: it sees them all."""
+    return loopback() | os.environ
+
+
+def loopback():
+    """Return the setting that keeps gloo on this machine."""
+    name = network.loopback()
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
+
+# --- The process that watches ---
+
+
+def start(how, script, flags, environment):
+    """Run a script; `how` its ranks start is a word of lessons.py. Return the exit code."""
+    environment = dict(environment)
+    ours, theirs = split_at_dashes(flags)
+    if "--verbose" in ours:
+        environment["LOCKSTEP_VERBOSE"] = "1"
+    else:
+        # A rank that was ended leaves tqdm's lock. Python removes it, and would say so last.
+        environment.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    ours = [flag for flag in ours if flag not in ("--verbose", "--force")]
+    flags = [*ours, "--", *theirs] if theirs else ours
+    package = os.path.dirname(os.path.abspath(__file__))
+    command = [sys.executable, package, "inside", how, str(script), *flags]
+    return watch(command, environment)
+
+
+def watch(command, environment):
+    """Run `command`; return its exit code. If we are asked to end, it ends first."""
+    asked, running = [], []
+
+    def ask(signal_number, frame):
+        asked.append(signal_number)
+        for process in running:
+            process.terminate()
+        signal.alarm(PATIENCE)
+
+    for signal_number in ending.WORDS:
+        signal.signal(signal_number, ask)
+    options = {"process_group": 0, "stdin": subprocess.DEVNULL, "env": environment}
+    process = subprocess.Popen(command, **options)
+    signal.signal(signal.SIGALRM, lambda *_: process.kill())
+    running.append(process)
+    if asked:  # before there was anybody to be asked
+        process.terminate()
+    code = process.wait()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # whatever the program has left
+    if asked:
+        ending.say_goodbye(asked[0])
+        return 128 + asked[0]
+    if code < 0:
+        print(f"the lesson was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        return 128 - code
+    return code
