@@ -71,17 +71,45 @@ def test_readme_has_a_row_for_every_lesson():
     rows = [line for line in readme.splitlines() if line.startswith("|") and "](lessons/" in line]
     assert sorted(row[2:4] for row in rows) == list(SCRIPTS)
     for row in rows:
-        number = row[2:4]
-        assert f"](lessons/{SCRIPTS[number].name})" in row
-        assert f"](notebooks/{NOTEBOOKS[number].name})" in row
-        assert f"`bash scripts/lesson_{number}.sh`" in row
+        number, _, script, notebook, minutes = row.strip("| ").split(" | ")
+        assert f"](lessons/{SCRIPTS[number].name})" in script
+        assert f"](notebooks/{NOTEBOOKS[number].name})" in notebook
+        assert abs(int(minutes) - minutes_of(number)) <= 5, f"{number}: {minutes_of(number)}"
 
 
-def test_the_tree_in_readme_names_every_file():
-    tree = (ROOT / "README.md").read_text().partition("```\nlockstep/\n")[2].partition("```")[0]
-    for path in [*(ROOT / "notebooks/nbtools").glob("*.py"), *(ROOT / "scripts").glob("[!l]*")]:
-        if path.is_file() and path.name != "__init__.py":
-            assert re.search(rf"^\W*{re.escape(path.name)} +\S", tree, re.MULTILINE), path.name
+def minutes_of(number):
+    """Return what README promises: one minute for 120 words, and five for each task."""
+    words = sum(len(text.split()) for text, _ in cells(number, "markdown"))
+    tasks = sum(text.count("print(judge(") for text, _ in cells(number))
+    return words / 120 + 5 * tasks
+
+
+def test_readme_is_read_in_ten_minutes():
+    assert len((ROOT / "README.md").read_text().split()) < 1200
+
+
+def test_what_is_where_names_every_file_and_no_other():
+    """The tree of docs/house.md; NN in it stands for any lesson."""
+    page = (ROOT / "docs" / "house.md").read_text()
+    tree = page.partition("```\nlockstep/\n")[2].partition("\n```")[0]
+    named, above = set(), []
+    for line in tree.splitlines():
+        indent, name = re.match(r"(\W*)([\w.]+)", line).groups()
+        above[len(indent) // 4 - 1 :] = [name]
+        named.add("/".join(above))
+    assert [name for name in named if not (ROOT / name.replace("NN", "03")).exists()] == []
+    there = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".py", ".sh")]
+    there += [*(ROOT / "scripts/cluster").iterdir(), *(ROOT / "notebooks/nbtools").glob("*.py")]
+    names = {re.sub(r"lesson_\d\d.sh", "lesson_NN.sh", str(p.relative_to(ROOT))) for p in there}
+    assert sorted(name for name in names - named if not name.endswith("__init__.py")) == []
+
+
+def test_the_four_hops_from_a_command_to_a_rank_are_in_the_files():
+    page = (ROOT / "docs" / "house.md").read_text()
+    hops = re.findall(r"^\| \[(\S+)\]\(\S+\) \| `(.+?)` \|", page, re.MULTILINE)
+    assert len(hops) == 4
+    for file, line in hops:
+        assert line in map(str.strip, (ROOT / file).read_text().splitlines()), (file, line)
 
 
 def test_the_picture_of_readme_is_that_of_its_notebook():
@@ -217,7 +245,7 @@ def test_json_has_the_keys_that_other_programs_read(lesson, default_run):
     assert result["lesson"] == int(lesson) and result["passed"] is True
 
 
-OPEN = ["08"]  # README.md says what listens there, and for how long
+OPEN = ["08"]  # docs/security.md says what listens there, and for how long
 
 
 @each
