@@ -4,7 +4,7 @@ One process, DataParallel (n threads) and DDP (n processes) compute the gradient
 in turn, with equally many compute threads. One model is heavy in Python, one in arithmetic.
 Bytes are counted. A cost model, fitted on some sizes, tested on others, predicts the speed-up.
 
-Run it: bash scripts/lesson_11.sh --nproc 4 [--steps REPEATS] [--report FILE.html]
+Run it: bash scripts/lesson_11.sh --nproc 4 [--steps REPEATS]
 A link: --link LATENCY_US GB_PER_S DEVICES (microseconds per message, 10^9 bytes per second)
 
 Output to expect on a CPU:
@@ -355,7 +355,10 @@ def main(argv=None):
     parser = Arguments(__doc__, nproc=4, steps=5, batch_size=512)
     link = {"metavar": ("LATENCY_US", "GB_PER_S", "DEVICES"), "help": "one more; may be repeated"}
     parser.add_argument("--link", nargs=3, type=float, action="append", default=LINKS, **link)
+    parser.add_argument("--report", help="is gone: notebook 11 and --json have its numbers")
     args = parser.parse_args(argv)
+    if args.report is not None:
+        parser.error("argument --report: is gone; notebook 11 and --json have its numbers")
     if not all(0 <= us < 1e9 and 0 < gb < 1e9 and 2 <= n < 1e9 for us, gb, n in args.link):
         parser.error("argument --link: LATENCY_US from 0, GB_PER_S above 0, DEVICES from 2")
     args.threads = max(1, torch.get_num_threads() // args.nproc)

@@ -4,12 +4,8 @@ No test here asserts a time. Times that a test looks at are made up.
 """
 
 import argparse
-import base64
 import contextlib
 import copy
-import html
-import importlib.util
-import json
 import os
 import re
 import signal
@@ -25,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run_lesson, start_lesson
+from conftest import run_lesson, start_lesson
 from solutions.lesson_11 import CASES, check, solution
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
@@ -123,21 +119,12 @@ def measured():
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Run the script once as a reader does, with a report: (Finished, the report's text)."""
+    """Run the script once as a reader does, from a folder of his own."""
     folder = tmp_path_factory.mktemp("a folder with spaces")
-    flags = ["--nproc", 2, "--steps", 1, "--batch-size", 16, "--json", "--report", "our class.html"]
+    flags = ["--nproc", 2, "--steps", 1, "--batch-size", 16, "--json"]
     run = run_lesson(11, *flags, cwd=folder)
-    assert [path.name for path in folder.iterdir()] == ["our class.html"], run.stderr
-    return run, (folder / "our class.html").read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def report_program():
-    path = ROOT / "scripts" / "how_fast_report.py"
-    spec = importlib.util.spec_from_file_location("how_fast_report", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert list(folder.iterdir()) == [], run.stderr
+    return run
 
 
 def make_up_turn(shape, n, variant, rank=0, seconds=(0.1,), **changes):
@@ -674,12 +661,12 @@ def test_a_system_that_does_not_count_can_pass(monkeypatch, capsys):
     assert lesson.bytes_written() is None
 
 
-# --- The script and its report, as a reader uses them ---
+# --- The script, as a reader uses it ---
 
 
 @pytest.mark.claim("A3", "E6")
 def test_script_passes_from_another_folder(script):
-    run, _ = script
+    run = script
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 1 + 2 * 2 * 3 + 1 + 3 + 1 + 1  # the JSON, too
     facts = run.json
@@ -693,107 +680,6 @@ def test_script_passes_from_another_folder(script):
             assert speedup == pytest.approx(alone / statistics.median(row["ms"][name]))
 
 
-def test_report_is_one_file_with_the_table_the_figure_and_the_numbers(script):
-    run, page = script
-    assert not re.search(r"""(src|href)=["'](?!data:)""", page), "it needs another file"
-    picture = re.search(r'src="data:image/png;base64,([^"]+)"', page).group(1)
-    assert base64.b64decode(picture).startswith(b"\x89PNG")
-    text = html.unescape(page)
-    for line in run.stdout.splitlines()[:-1]:
-        assert line in text
-    numbers = text[text.index('{"lesson"') : text.index("</pre>\n</body>")]
-    assert json.loads(numbers) == run.json
-    assert page.count("<tr>") == 1 + 4 and page.count("<th>") == 9 and page.count("<td>") == 4 * 9
-    for published in ("4138 s", "2 loader processes", "110.6 s", "a speed-up of 128", "38.0 %"):
-        assert published in text
-
-
-def test_report_names_the_processor(report_program, monkeypatch, tmp_path):
-    (tmp_path / "cpuinfo").write_text("vendor_id\t: X\nmodel name\t: Some CPU: 9000\n" * 2)
-    monkeypatch.setattr(report_program, "Path", lambda _: tmp_path / "cpuinfo")
-    assert report_program.name_processor() == "Some CPU: 9000"
-    (tmp_path / "cpuinfo").unlink()
-    monkeypatch.setattr(report_program.platform, "processor", lambda: "arm")
-    assert report_program.name_processor() == "arm"
-
-
-def test_report_of_one_worker_has_no_predictions(report_program, monkeypatch):
-    result = make_up_result(nproc=1)
-    lesson.analyse(result, config(nproc=1))
-    monkeypatch.setattr(report_program, "name_processor", lambda: "<a CPU>")
-    page = report_program.make_page("", result)
-    assert "&lt;a CPU&gt;" in page and page.count("<td></td>") == 2
-    assert page.count("<th>") == 9
-
-
-def test_report_appears_at_once_or_not_at_all(monkeypatch, tmp_path, report_program, capsys):
-    path = tmp_path / "r.html"
-    path.write_text("of last week")
-    result = make_up_result(nproc=2)
-    monkeypatch.setattr(lesson, "launch_job", lambda *_: copy.deepcopy(result))
-    monkeypatch.setattr(report_program.lesson, "launch_job", lambda *_: copy.deepcopy(result))
-    draw = report_program.draw
-    monkeypatch.setattr(report_program, "draw", lambda result: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        report_program.main(["--report", str(path), "--nproc", "2"])
-    assert path.read_text() == "of last week" and len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(report_program, "draw", draw)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(report_program.Path, "replace", lambda *_: 1 / 0)
-        report_program.main(["--report", str(path), "--nproc", "2"])
-    assert path.read_text() == "of last week" and len(list(tmp_path.iterdir())) == 1
-    assert report_program.main(["--report", str(path), "--nproc", "2"]) == 0
-    assert "<!DOCTYPE html>" in path.read_text() and len(list(tmp_path.iterdir())) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
-
-
-def test_on_a_full_disk_the_results_come_first_and_then_one_line(
-    monkeypatch, tmp_path, report_program, capsys
-):
-    def full_disk(path, text, encoding):
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    result = make_up_result(nproc=2)
-    monkeypatch.setattr(report_program.lesson, "launch_job", lambda *_: copy.deepcopy(result))
-    monkeypatch.setattr(report_program.Path, "write_text", full_disk)
-    with pytest.raises(SystemExit, match=r"can't write .*r.html: No space left on device$"):
-        report_program.main(["--report", str(tmp_path / "r.html"), "--nproc", "2"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS ")
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_without_matplotlib_a_report_costs_one_line(monkeypatch, tmp_path, report_program, capsys):
-    monkeypatch.setattr(report_program.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(report_program.lesson, "main", None)  # calling it would be a TypeError
-    with pytest.raises(SystemExit) as exit_:
-        report_program.main(["--report", str(tmp_path / "r.html")])
-    stdout, stderr = capsys.readouterr()
-    assert (exit_.value.code, stdout) == (2, "")
-    assert stderr.endswith("needs matplotlib: pip install matplotlib\n")
-    assert len(stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("place", ["missing/r.html", "a folder", "not writable", "a pipe"])
-def test_a_report_that_cannot_be_written_costs_one_line(
-    monkeypatch, capsys, tmp_path, report_program, place
-):
-    (tmp_path / "a folder").mkdir()
-    os.mkfifo(tmp_path / "a pipe")  # as /dev/null, it is no file that may be replaced
-    (tmp_path / "not writable").write_text("keep me")
-    if place == "not writable":
-        monkeypatch.setattr(report_program.os, "access", lambda *_: False)  # root can write
-    before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(report_program.lesson, "main", None)  # calling it would be a TypeError
-    with pytest.raises(SystemExit) as exit_:
-        report_program.main(["--report", str(tmp_path / place)])
-    stdout, stderr = capsys.readouterr()
-    assert exit_.value.code == 2 and stdout == ""
-    assert len(stderr.splitlines()) == 1 and "--report" in stderr
-    assert sorted(tmp_path.iterdir()) == before
-    assert (tmp_path / "not writable").read_text() == "keep me"
-
-
 BAD = [
     (["--batch-size", "0"], "--batch-size"),
     (["--link", "1", "2"], "--link"),
@@ -802,6 +688,7 @@ BAD = [
     (["--link", "-1", "1", "3"], "--link"),
     (["--link", "1", "nan", "3"], "--link"),
     (["--link", "1", "1", "1"], "--link"),
+    (["--report", "our class.html"], "notebook 11 and --json have its numbers"),
 ]
 
 
@@ -846,9 +733,8 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(monkeypatch):
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="needs Linux's parent-death signal")
-def test_killed_launcher_leaves_no_rank_and_no_report(tmp_path):
-    path = tmp_path / "r.html"
-    process = start_lesson(11, "--nproc", 2, "--steps", 10000, "--report", path)
+def test_killed_launcher_leaves_no_rank():
+    process = start_lesson(11, "--nproc", 2, "--steps", 10000)
     family, end = [], time.monotonic() + 200
     try:
         while time.monotonic() < end:
@@ -863,7 +749,6 @@ def test_killed_launcher_leaves_no_rank_and_no_report(tmp_path):
             raise AssertionError("the ranks did not start")
         process.send_signal(signal.SIGKILL)
         assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-        assert list(tmp_path.iterdir()) == []
     finally:
         for child in [process, *family]:
             with contextlib.suppress(psutil.NoSuchProcess):
