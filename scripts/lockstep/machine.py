@@ -1,14 +1,14 @@
 """Be one machine of several that run a lesson, the doctor, or a script of yours, together.
 
     python scripts/lockstep machine WHAT --nodes HOST,HOST --node-rank N --port PORT
-                            [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
+                            [--nproc RANKS] [--wait SECONDS] [--verbose] [flags of WHAT]
 
 WHAT is a lesson's number, "doctor" (look at the network before a long job), or the path of a
 training script of yours that torchrun could start. --nodes names all machines, in the same order
 everywhere; --node-rank says which of them this one is; --port is free on the first. --nproc: ranks
-on this machine, 2 by default. What follows "--" is handed to WHAT as it is. The files in cluster/
-(for Slurm, Kubernetes, ssh) call it once on each machine, with the same values but for --node-rank.
-It does what this does, by hand:
+on this machine, 2 by default. --wait: seconds for the others to come, 120 by default. What follows
+"--" is handed to WHAT as it is. The files in cluster/ (for Slurm, Kubernetes, ssh) call it once on
+each machine, with the same values but for --node-rank. It does what this does, by hand:
 
     torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST --master-port=PORT \\
         lessons/lesson_02_launch_ddp.py
@@ -44,7 +44,7 @@ def main(arguments):
         return 0
     parser = make_parser()
     own, flags = read_flags(parser, arguments)
-    script, flags = find_script(parser, own.what, flags)
+    script = find_script(parser, own.what)
     here, first = find_way(own)
     environment = without_another_job()
     interface = network.interface_of(here)
@@ -55,7 +55,9 @@ def main(arguments):
     environment["LOCKSTEP_STORE"] = f"{first} {own.port} {own.wait}"
     if own.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
-    return run.start(lessons.TORCHRUN, script, [f"--nproc={own.nproc}", *flags], environment)
+    ours = [f"--nproc={own.nproc}", *["--verbose"] * own.verbose]
+    flags = (["doctor"] if own.what == "doctor" else []) + flags
+    return run.start(lessons.TORCHRUN, script, [*ours, "--", *flags], environment)
 
 
 def without_another_job():
@@ -71,6 +73,7 @@ def make_parser():
     parser.add_argument("--port", type=whole(1, 65535), required=True)
     parser.add_argument("--nproc", type=whole(1, 64), default=2)
     parser.add_argument("--wait", type=whole(0, 86400), default=120)
+    parser.add_argument("--verbose", action="store_true")
     # The ssh loop: nobody is left here if its terminal has gone.
     parser.add_argument("--end-with-stdin", action="store_true")
     return parser
@@ -87,22 +90,22 @@ hosts.__name__ = "list of host names or addresses, with commas between them"  # 
 
 
 def read_flags(parser, arguments):
-    """Return (our own flags, those of WHAT; what followed "--" still does)."""
+    """Return (our own flags, those of WHAT)."""
     what, *rest = arguments
     ours, theirs = split_at_dashes(rest)
     own, flags = parser.parse_known_args(ours)
     own.what = what
     if own.node_rank >= len(own.nodes):
         parser.error(f"argument --node-rank: must be from 0 to {len(own.nodes) - 1}")
-    return own, [*flags, "--", *theirs]
+    return own, flags + theirs
 
 
-def find_script(parser, what, flags):
-    """Return (the script that runs on each rank, its flags); leave if it can't run on several."""
+def find_script(parser, what):
+    """Return the script that runs on each rank; leave if it can't run on several machines."""
     if what == "doctor":
-        return lessons.ROOT / "scripts" / "lockstep", ["doctor", *flags]
+        return lessons.ROOT / "scripts" / "lockstep"
     if Path(what).is_file():
-        return Path(what).resolve(), flags
+        return Path(what).absolute()
     lesson = lessons.find(what)
     if lesson is None:
         parser.error(f"there is no lesson and no file {what[:80]!r}; take a number, or doctor")
@@ -111,7 +114,7 @@ def find_script(parser, what, flags):
         why = "is one process" if one else "starts its own ranks, all on one machine"
         can = [each.number for each in lessons.TABLE if each.start in lessons.ON_SEVERAL_MACHINES]
         parser.error(f"lesson {lesson.number} {why}; take {', '.join(can)}, doctor, or a script")
-    return lesson.script, flags
+    return lesson.script
 
 
 def find_way(own):

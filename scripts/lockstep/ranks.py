@@ -84,10 +84,14 @@ def check(script, nproc, flags, job):
     than the check. So what is checked must leave no thread and no signal handler here.
     """
     asks_for_help = bool({"-h", "--help"} & set(flags))
+    if asks_for_help and job.node_rank > 0:
+        sys.exit()  # the first machine says it
     world_size = nproc * len(job.nodes)
     if not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
         return
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
+    if lessons.of_script(script).start == lessons.LAUNCH_JOB:
+        flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     arguments = [str(script), *(["--help"] if asks_for_help else ["--check", *flags])]
     with patch.object(sys, "argv", arguments), patch.dict(os.environ, place):
         try:

@@ -1,6 +1,9 @@
 """Start `machine` on each of several machines by ssh, and end all when one fails.
 
-python scripts/lockstep ssh HOST,HOST WHAT [flags of WHAT]      cluster/ssh.sh says more
+bash scripts/cluster/ssh.sh HOST,HOST WHAT [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
+
+WHAT is a lesson's number, "doctor", or a training script of yours. What follows "--" is handed to
+it as it is. The first lines of cluster/ssh.sh say what the machines need.
 """
 
 import re
@@ -11,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep import ending
+from lockstep import ending, machine
+from lockstep.flags import Flags
 from lockstep.lessons import ROOT
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
@@ -73,16 +77,18 @@ def end(processes):
 
 def main(arguments):
     """Run something on the machines that are named; return the exit code."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    parser = Flags("ssh.sh")
     if len(arguments) < 2 or not re.fullmatch(HOSTS, arguments[0]):
-        print(
-            "ssh.sh: error: expected HOST,HOST and a lesson, doctor, or a script", file=sys.stderr
-        )
-        return 2
+        parser.error("expected HOST,HOST and a lesson, doctor, or a script")
+    hosts, (what, *flags) = arguments[0].split(","), arguments[1:]
+    script = machine.find_script(parser, what)
+    if Path(what).is_file():
+        what = str(script)  # the machines start in the folder of the repository
     for number in ending.WORDS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    hosts, (what, *flags) = arguments[0].split(","), arguments[1:]
-    if Path(what).is_file():
-        what = str(Path(what).resolve())  # the machines start in the folder of the repository
     processes = []
     try:
         processes += start(hosts, find_port(hosts[0]), what, flags)
