@@ -110,7 +110,8 @@ def start_ranks(own, folder, flags, job):
 
     register_rendezvous(job)
     command = ["--rdzv-backend=lockstep", "--rdzv-id=lesson", f"--log-dir={folder}"]
-    command += [f"--nnodes={len(job.nodes)}", f"--nproc-per-node={own.nproc}", str(RANK), *flags]
+    command += [f"--nnodes={len(job.nodes)}", f"--nproc-per-node={own.nproc}"]
+    command += ["--", str(RANK), *flags]  # without "--", torchrun would complain of a flag --nproc
     main = {"torchrun": torch.distributed.run.main, "launch": torch.distributed.launch.main}
     main[own.launcher](command)
 

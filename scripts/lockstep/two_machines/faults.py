@@ -7,16 +7,18 @@ minutes. The seconds are counted in the process that speaks, from its call of to
 init_process_group; after a cut or a kill they are counted from there.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep import lessons
+from lockstep.flags import Flags
 from lockstep.two_machines.namespaces import PORT, TwoMachines
 
-LAUNCHER_WAITS, RANK_WAITS, AT_MOST = 15, 20, 200  # seconds
+LAUNCHER_WAITS, AT_MOST = 15, 200  # seconds; faulty_job.py says how long ranks wait
+FAULTY_JOB = Path(__file__).with_name("faulty_job.py")
 
 
 class Fault(NamedTuple):
@@ -91,63 +93,22 @@ FAULTS = {
 }
 
 
-def be_launcher(arguments):
-    """Call torchrun; say how it has failed."""
-    from torch.distributed import run
-
-    start = time.monotonic()
-    try:
-        run.main(arguments)
-    except BaseException as error:
-        say("launcher", start, error)
-        sys.exit(1)
-
-
-def be_rank():
-    """Join the group, then call all-reduce until something happens; say what."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    start, stop = time.monotonic(), Path(os.environ["FAULTS_FOLDER"], "stop")
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=RANK_WAITS))
-        print("met", flush=True)
-        total = torch.zeros(1)
-        while total == 0:
-            start = time.monotonic()
-            total.fill_(stop.exists())
-            dist.all_reduce(total)
-        dist.destroy_process_group()
-        print(f"rank {os.environ['RANK']}: came to its end", flush=True)
-    except Exception as error:
-        say(f"rank {os.environ['RANK']}", start, error)
-        os._exit(1)
-
-
-def say(who, start, error):
-    """Print the type and the first line of an error, and the seconds that it took."""
-    text = (str(error).strip() or "(no text)").splitlines()[0]
-    name = type(error).__name__
-    if name == "ChildFailedError":
-        text = "(names the rank that failed first)"
-    print(f"{who}, after {time.monotonic() - start:.1f} s: {name}: {text}", flush=True)
-
-
 def start_launcher(two, node, fault):
     """Start torchrun on machine `node`; return the process and the file that it writes."""
     flags = {"--nnodes": 2, "--node-rank": node, "--nproc-per-node": 1}
     flags |= {"--master-addr": two.machines[0].address, "--master-port": PORT}
     flags |= {"--rdzv-conf": f"timeout={LAUNCHER_WAITS}"} | fault.flags[node]
     typed = [f"{name}={value}" for name, value in flags.items()]
-    command = [sys.executable, __file__, "launcher", *typed, __file__, "rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULTS_FOLDER": two.folder.name}
-    environment.pop("GLOO_SOCKET_IFNAME", None)  # run_lesson.py has set it
-    said = Path(two.folder.name, f"said_{node}")
+    command = [FAULTY_JOB, "launcher", *typed, FAULTY_JOB, "rank", two.folder]
+    return start(two, node, f"said_{node}", command, fault.variables[node])
+
+
+def start(two, node, name, command, variables):
+    """Start Python on machine `node`; return the process and the file that it writes."""
+    said = two.folder / name
     with open(said, "w") as file:
-        options = {"stdout": file, "stderr": file, "env": environment | fault.variables[node]}
-        return two.machines[node].start(*command, **options), said
+        options = {"stdout": file, "stderr": file, "env": two.environment() | variables}
+        return two.machines[node].start(sys.executable, *command, **options), said
 
 
 def make(fault):
@@ -155,56 +116,67 @@ def make(fault):
     with TwoMachines() as two:
         if fault.own_name:
             for machine in two.machines:
-                machine.names(two.folder.name, fault.own_name)
+                machine.names(two.folder, fault.own_name)
         nodes = [node for node in (0, 1) if fault.flags[node] is not None]
         started = {node: start_launcher(two, node, fault) for node in nodes}
-        end = time.monotonic() + AT_MOST
-        happened = None if fault.event else 0
-        while time.monotonic() < end and any(job.poll() is None for job, _ in started.values()):
-            if happened is None and all(
-                "met\n" in said.read_text() for _, said in started.values()
-            ):
-                happened = time.monotonic()
-                if fault.event == "stop":
-                    Path(two.folder.name, "stop").touch()
-                else:
-                    two.cut() if fault.event == "cut" else two.machines[1].kill()
-            time.sleep(0.05)
-        lines = []
-        for node, (job, said) in started.items():
-            lines += [
-                f"machine {node}, {line}"
-                for line in said.read_text().splitlines()
-                if line.startswith(("launcher", "rank "))
-            ]
-            if job.poll() is None:
-                lines.append(f"machine {node}: still waits after {AT_MOST} s")
-        return lines
+        wait(two, fault.event, started.values())
+        return [line for node in nodes for line in spoken(node, *started[node])]
 
 
-LESSON_06 = Path(__file__).resolve().parent.parent / "lessons/lesson_06_checkpoint_map_location.py"
+def wait(two, event, started):
+    """Wait until all launchers have ended; let the event happen when all ranks have met."""
+    end = time.monotonic() + AT_MOST
+    while time.monotonic() < end and any(job.poll() is None for job, _ in started):
+        if event and all("met\n" in said.read_text() for _, said in started):
+            let_happen(event, two)
+            event = None
+        time.sleep(0.05)
+
+
+def let_happen(event, two):
+    """Stop the job, kill machine 1, or cut the cable."""
+    if event == "stop":
+        Path(two.folder, "stop").touch()
+    elif event == "kill":
+        two.machines[1].kill()
+    else:
+        two.cut()
+
+
+def spoken(node, job, said):
+    """Return what the launcher and the rank of a machine have said."""
+    lines = [line for line in said.read_text().splitlines() if line.startswith(("launch", "rank "))]
+    lines = [f"machine {node}, {line}" for line in lines]
+    if job.poll() is None:
+        lines.append(f"machine {node}: still waits after {AT_MOST} s")
+    return lines
+
+
+# --- A machine that dies is replaced ---
 
 
 def start_lesson_06(two, node, number, disable_sharing):
-    """Start torchrun on a machine, for lesson 06; return the process and its output's file."""
-    flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=3"]
-    flags += [f"--rdzv-endpoint=machine0:{PORT}", "--rdzv-id=lesson"]
-    checkpoints = Path(two.folder.name, "checkpoints")
+    """Start torchrun on a machine, for lesson 06; return the process and the file it writes."""
+    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=machine0:{PORT}", "--rdzv-id=lesson"]
+    checkpoints = two.folder / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
-    job = [LESSON_06, "--steps=400", "--checkpoints", checkpoints]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = disable_sharing
-    said = Path(two.folder.name, f"said_{number}")
-    with open(said, "w") as file:
-        options = {"stdout": file, "stderr": file, "env": environment}
-        command = [sys.executable, "-m", "torch.distributed.run", *flags, *job]
-        return two.machines[node].start(*command, **options), said
+    command += ["--max-restarts=3", lessons.find("06").script]
+    command += ["--steps=400", "--checkpoints", checkpoints]
+    variables = ETH | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": disable_sharing}
+    return start(two, node, f"said_{number}", command, variables)
 
 
 def latest_step(two):
     """Return the step of the latest checkpoint of lesson 06, or 0."""
-    names = [path.stem for path in Path(two.folder.name, "checkpoints").glob("step_????????.pt")]
+    names = [path.stem for path in Path(two.folder, "checkpoints").glob("step_????????.pt")]
     return max((int(name[len("step_") :]) for name in names), default=0)
+
+
+def wait_for_step(two, step, job):
+    """Return when lesson 06 has written a checkpoint of this step, or its launcher has ended."""
+    while latest_step(two) < step and job.poll() is None:
+        time.sleep(0.05)
 
 
 def replace_machine(disable_sharing):
@@ -212,8 +184,7 @@ def replace_machine(disable_sharing):
     with TwoMachines() as two:
         job, said = start_lesson_06(two, 0, 0, disable_sharing)
         start_lesson_06(two, 1, 1, disable_sharing)
-        while latest_step(two) < 20 and job.poll() is None:
-            time.sleep(0.05)
+        wait_for_step(two, 20, job)
         two.machines[1].kill()
         killed = time.monotonic()
         time.sleep(1)  # a checkpoint may be on its way
@@ -221,32 +192,21 @@ def replace_machine(disable_sharing):
         two.replace(1)
         start_lesson_06(two, 1, 2, disable_sharing)
         lines = [f"machine 1 is killed after step {step}, and replaced 1 s later"]
-        while latest_step(two) <= step and job.poll() is None:
-            time.sleep(0.05)
+        wait_for_step(two, step + 1, job)
         if latest_step(two) > step:
             lines.append(f"the next step, {time.monotonic() - killed:.1f} s after the kill")
         job.wait(AT_MOST)
         if job.returncode:
-            lines.append(
-                f"machine 0's launcher ends, {time.monotonic() - killed:.1f} s after the kill"
-            )
-        last = [
-            line
-            for line in said.read_text().splitlines()
-            if line.startswith(("PASS", "FAIL", "resumed", "torch.distributed."))
-        ]
-        return lines + last
+            after = f"{time.monotonic() - killed:.1f} s after the kill"
+            lines.append(f"machine 0's launcher ends, {after}")
+        telling = ("PASS", "FAIL", "resumed", "torch.distributed.")
+        return lines + [line for line in said.read_text().splitlines() if line.startswith(telling)]
 
 
 def main(names):
     """Make the mistakes with these names (all); return the exit code."""
-    unknown = [name for name in names if name not in FAULTS]
-    if unknown:
-        print(
-            f"two_machines.py: error: no fault {unknown[0][:40]}: {' '.join(FAULTS)}",
-            file=sys.stderr,
-        )
-        return 2
+    if unknown := [name for name in names if name not in FAULTS]:
+        Flags("two_machines.sh").error(f"no fault {unknown[0][:40]!r}; take {', '.join(FAULTS)}")
     for name in names or FAULTS:
         fault = FAULTS[name]
         print(f"{name}: {fault.mistake}", flush=True)
@@ -254,7 +214,3 @@ def main(names):
             print("   ", line, flush=True)
         print("    cure:", fault.cure, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    be_rank() if sys.argv[1] == "rank" else be_launcher(sys.argv[2:])

@@ -1,27 +1,33 @@
-"""Two machines made of one, on Linux, as root: what two_machines.py and machine_faults.py run on.
+"""Two machines made of one, on Linux, as root: what run.py, faults.py and slurm.py run on.
 
 A machine is a set of namespaces: it has its own interfaces (eth0 is 10.14.0.1 or 10.14.0.2), host
 name, /etc/hosts and processes. Nothing of it has a name outside, so any number of runs can go on at
 once. When the first process of a machine ends, Linux kills all others, and with the last one the
-machine and its cable are gone, however the script that made it has ended. (After a SIGKILL its
-temporary folder stays, with hosts, nsswitch.conf and what the processes have said.)
+machine and its cable are gone, however the script that made it has ended.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
+from lockstep import ending
+
 ADDRESSES = ("10.14.0.1", "10.14.0.2")
 PORT = 29500  # torchrun's own default; nobody else can have taken it on these machines
 
 
-def end_with_parent():
-    """Be killed when the process that started us ends, however it ends."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+def end_with_us():
+    """Let a program that we start be killed when we end, however we end."""
+    ending.end_with_parent(signal.SIGKILL)
+
+
+def call(*command):
+    """Run a command; raises OSError with what it says if it fails."""
+    run = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if run.returncode:
+        raise OSError(f"{' '.join(run.args)[-80:]}: {run.stderr.strip()[:200]}")
 
 
 class Machine:
@@ -31,8 +37,8 @@ class Machine:
         self.address, self.name = ADDRESSES[number], f"machine{number}"
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
         command += ["--mount-proc", "sh", "-c", "echo ready; exec sleep infinity"]
-        options = {"stdout": subprocess.PIPE, "preexec_fn": end_with_parent}
-        self.unshare = subprocess.Popen(command, **options)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.unshare = subprocess.Popen(command, preexec_fn=end_with_us, **streams)
         try:
             self.set_up()
         except BaseException:
@@ -54,12 +60,12 @@ class Machine:
         return ["nsenter", f"--target={self.first}", *where, "--", *map(str, command)]
 
     def do(self, *command):
-        """Run a command on this machine; raises CalledProcessError."""
-        subprocess.run(self.enter(*command), check=True, capture_output=True, text=True)
+        """Run a command on this machine; raises OSError."""
+        call(*self.enter(*command))
 
     def start(self, *command, **options):
         """Start a command on this machine; return the process."""
-        options = {"preexec_fn": end_with_parent, "stdin": subprocess.DEVNULL} | options
+        options = {"preexec_fn": end_with_us, "stdin": subprocess.DEVNULL} | options
         return subprocess.Popen(self.enter(*command), **options)
 
     def names(self, folder, own=None):
@@ -81,10 +87,11 @@ class Machine:
 
 
 class TwoMachines:
-    """Two machines and the cable between them, for the length of a `with`."""
+    """Two machines and the cable between them, for the length of a `with`. Raises OSError."""
 
     def __enter__(self):
-        self.folder = tempfile.TemporaryDirectory()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self.temporary.name)
         self.machines = []
         try:
             for number in (0, 1):
@@ -98,12 +105,19 @@ class TwoMachines:
     def connect(self):
         """Lay the cable, and give its ends their addresses."""
         ends = [["eth0", "netns", machine.first] for machine in self.machines]
-        command = ["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        call("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
         for machine in self.machines:
             machine.do("ip", "address", "add", f"{machine.address}/24", "dev", "eth0")
             machine.do("ip", "link", "set", "eth0", "up")
-            machine.names(self.folder.name)
+            machine.names(self.folder)
+
+    def environment(self):
+        """Return our environment for programs on the machines: they share this one's cores.
+
+        A program that is killed with its machine leaves its temporary files in our folder, which
+        goes with us.
+        """
+        return {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.folder)}
 
     def replace(self, number):
         """Put a new machine in the place of one that has been killed."""
@@ -116,10 +130,10 @@ class TwoMachines:
     def __exit__(self, *error):
         for machine in self.machines:
             machine.kill()
-        self.folder.cleanup()
+        self.temporary.cleanup()
 
     def limit(self, rate=0, delay=0):
-        """Make the cable slow: megabits per second, milliseconds. Raises CalledProcessError."""
+        """Make the cable slow: megabits per second, milliseconds. Raises OSError."""
         shape = ["netem", "delay", f"{delay}ms"] + ["rate", f"{rate}mbit"] * bool(rate)
         if rate and not delay:  # older kernels than those with netem have this
             shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]

@@ -1,12 +1,12 @@
-"""Run a lesson on two machines that are one: two network namespaces, joined by a cable.
+"""Run something on two machines that are one: two network namespaces, joined by a cable.
 
-    bash scripts/two_machines.sh LESSON [--nproc RANKS] [--rendezvous static|c10d]
-        [--rate MBIT] [--delay MS] [--cut SECONDS] [--verbose] [flags of the lesson]
+    bash scripts/two_machines.sh WHAT [--nproc RANKS] [--rate MBIT] [--delay MS] [--cut SECONDS]
+                                 [--verbose] [flags of WHAT]
     bash scripts/two_machines.sh faults [NAME ...]
 
-LESSON is 14, or the number of any other lesson that torchrun starts (02) or that starts its ranks
-with launch_job(func, nproc, ...) (03). It needs Linux, and to be run as root; machines.py
-makes the namespaces, and `faults` is machine_faults.py.
+WHAT is a lesson's number (02, 03, 05, 06, 12, 13, 14), "doctor", or the path of a training script
+of yours. On each machine runs what runs on one of several real machines: `machine` (machine.py).
+`faults` makes the usual mistakes, and shows what the job says. It needs Linux and root.
 
 --nproc       ranks on both machines together (4); the first one has the odd one
 --rate        the cable carries so many megabits per second
@@ -14,139 +14,69 @@ makes the namespaces, and `faults` is machine_faults.py.
 --cut         the cable is cut so many seconds after the start
 """
 
-import os
-import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-from lockstep import ending, lessons
-from lockstep.two_machines import faults
+from lockstep import machine, ssh
+from lockstep.flags import Flags, split_at_dashes, whole
+from lockstep.lessons import ROOT
+from lockstep.two_machines import faults, slurm
 from lockstep.two_machines.namespaces import ADDRESSES, PORT, TwoMachines
-
-RANK = lessons.ROOT / "scripts" / "lockstep" / "rank.py"
-OWN = {"--nproc": "4", "--rate": "0", "--delay": "0", "--cut": "0", "--rendezvous": "static"}
-
-
-def refuse(text):
-    """Leave with one line and exit code 2."""
-    print(f"two_machines.py: error: {text}", file=sys.stderr)
-    sys.exit(2)
-
-
-def read_flags(arguments):
-    """Return (our own flags, the flags of the lesson); leave with one line if one is wrong."""
-    own, flags = dict(OWN), []
-    while arguments:
-        name, equals, value = arguments.pop(0).partition("=")
-        if name not in own:
-            flags.append(name + equals + value)
-        elif equals or arguments:
-            own[name] = value if equals else arguments.pop(0)
-        else:
-            refuse(f"argument {name}: expected one argument")
-    for name in ("--nproc", "--rate", "--delay", "--cut"):
-        if not re.fullmatch("[0-9]{1,6}", own[name]):
-            refuse(f"argument {name}: must be a whole number, not '{own[name][:40]}'")
-    if not 2 <= int(own["--nproc"]) <= 64:
-        refuse(f"argument --nproc: must be from 2 to 64, not {own['--nproc']}")
-    if own["--rendezvous"] not in ("static", "c10d"):
-        refuse(f"argument --rendezvous: must be static or c10d, not '{own['--rendezvous'][:40]}'")
-    return own, flags
-
-
-def find_lesson(number):
-    """Return a lesson whose ranks can be on two machines; leave with one line if it is none."""
-    lesson = lessons.find(number)
-    if lesson is None:
-        refuse(f"argument LESSON: there is no lesson '{number[:40]}'")
-    if lesson.start not in lessons.ON_SEVERAL_MACHINES:
-        refuse(
-            f"argument LESSON: lesson {number} stays on one machine: no launcher starts its ranks"
-        )
-    return lesson
-
-
-def check(script, flags, ranks):
-    """Let the lesson check its flags, as its rank 0, before there is any machine; leave with 2."""
-    place = {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, str(script), "--check", *flags]
-    if subprocess.run(command, env=os.environ | place).returncode:
-        sys.exit(2)  # it has said why
-    if {"-h", "--help"} & set(flags):
-        sys.exit()
-
-
-def torchrun(node, ranks, rendezvous, program, flags):
-    """Return the command of machine `node`, of two."""
-    ranks_here = (ranks + 1 - node) // 2
-    command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={ranks_here}"]
-    if rendezvous == "c10d":
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=machine0:{PORT}", "--rdzv-id=lesson"]
-    else:
-        command += [f"--node-rank={node}", f"--master-addr={ADDRESSES[0]}"]
-        command += [f"--master-port={PORT}"]
-    return [sys.executable, *command, program, *flags]
-
-
-def run(two, script, own, flags):
-    """Run the lesson on two machines; return the exit code."""
-    ends = Path(two.folder.name, "ends")
-    ends.mkdir()
-    environment = {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": str(ends)}
-    environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    launchers, logs = [], [Path(two.folder.name, f"stderr_{node}") for node in (0, 1)]
-    for node, machine in enumerate(two.machines):
-        command = torchrun(node, int(own["--nproc"]), own["--rendezvous"], RANK, flags)
-        with open(logs[node], "w") as log:
-            options = {"env": {**os.environ, **environment}, "stderr": log}
-            launchers.append(machine.start(*command, **options))
-    since_cut = wait(two, launchers, int(own["--cut"]))
-    if not any(launcher.returncode for launcher in launchers):
-        return 0
-    said = "".join(log.read_text() for log in logs).strip() or "the launchers have said nothing"
-    if os.environ.get("LOCKSTEP_VERBOSE") == "1":
-        print(said, file=sys.stderr)
-    why = ending.explain({}, ends)
-    if not any(ends.iterdir()):  # no rank has come to its end: the launchers know why
-        why = said.splitlines()[-1]
-    if why:
-        after = f"{since_cut:.0f} s after the cut: " if since_cut else ""
-        print(after + why, file=sys.stderr)
-    return 1
-
-
-def wait(two, launchers, cut):
-    """Wait until both launchers have ended, or one has failed; cut the cable after `cut` seconds.
-
-    Return the seconds since the cut, or None if there was none.
-    """
-    start, moment = time.monotonic(), None
-    while any(job.poll() is None for job in launchers) and not any(job.poll() for job in launchers):
-        time.sleep(0.05)
-        if cut and moment is None and time.monotonic() - start >= cut:
-            two.cut()
-            moment = time.monotonic()
-    return moment and time.monotonic() - moment
 
 
 def main(arguments):
-    """Run a lesson or the faults; return the exit code."""
-    if arguments[:1] in ([], ["-h"], ["--help"]):
+    """Run what is asked for; return the exit code."""
+    what, *flags = arguments or ["--help"]
+    if what in ("-h", "--help"):
         print(__doc__)
         return 0
-    what, *arguments = arguments
-    if what == "faults":
-        return faults.main(arguments)
-    own, flags = read_flags(arguments)
-    lesson = find_lesson(what)
-    its_own = ["--nproc", own["--nproc"]] if lesson.start == lessons.LAUNCH_JOB else []
-    check(lesson.script, flags + its_own, int(own["--nproc"]))
+    try:
+        if what == "faults":
+            return faults.main(flags)
+        if what == "slurm":  # cluster/try_slurm.sh
+            return slurm.main(flags)
+        return run(what, flags)
+    except OSError as error:
+        print(f"two_machines.sh: error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(what, arguments):
+    """Run a lesson, the doctor or a script on two machines; return the exit code."""
+    parser = Flags("two_machines.sh", add_help=False)
+    parser.add_argument("--nproc", type=whole(2, 64), default=4)
+    parser.add_argument("--rate", type=whole(0, 10**6), default=0)
+    parser.add_argument("--delay", type=whole(0, 10**6), default=0)
+    parser.add_argument("--cut", type=whole(0, 10**6), default=0)
+    ours, theirs = split_at_dashes(arguments)
+    own, flags = parser.parse_known_args(ours)
+    machine.find_script(parser, what)  # leaves, before there is any machine, if there is none
     with TwoMachines() as two:
-        if int(own["--rate"]) or int(own["--delay"]):
-            try:
-                two.limit(int(own["--rate"]), int(own["--delay"]))
-            except subprocess.CalledProcessError as error:
-                refuse(f"the cable can't be made slow: tc says: {error.stderr.strip()[:200]}")
-        return run(two, lesson.script, own, flags)
+        if own.rate or own.delay:
+            two.limit(own.rate, own.delay)
+        jobs = [start(two, node, own.nproc, what, flags + theirs) for node in (0, 1)]
+        cut = cut_after(own.cut, two, jobs) if own.cut else None
+        code = ssh.wait(jobs)
+        if cut:
+            print(f"{time.monotonic() - cut:.0f} s after the cut", file=sys.stderr)
+        return code
+
+
+def start(two, node, ranks, what, flags):
+    """Start `machine` on machine `node`; return the process."""
+    ranks_here = (ranks + 1 - node) // 2
+    command = [sys.executable, ROOT / "scripts" / "lockstep", "machine", what]
+    command += [f"--nodes={','.join(ADDRESSES)}", f"--node-rank={node}", f"--port={PORT}"]
+    command += [f"--nproc={ranks_here}", "--", *flags]
+    return two.machines[node].start(*command, env=two.environment())
+
+
+def cut_after(seconds, two, jobs):
+    """Cut the cable after so many seconds; return when, or None if the job was over before."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if any(job.poll() is not None for job in jobs):
+            return None
+        time.sleep(0.05)
+    two.cut()
+    return time.monotonic()

@@ -1,0 +1,118 @@
+"""Try cluster/lesson.slurm under a real Slurm, which is started here on two machines that are one.
+
+Here as on many clusters a task has one core and little memory unless it asks for more: it is bound
+to its cores, and killed when it takes more memory than it has. (The memory is looked at once a
+second.) A Slurm that runs here already is left alone: this one has networks of its own.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lockstep import machine
+from lockstep.flags import Flags
+from lockstep.lessons import ROOT
+from lockstep.two_machines.namespaces import TwoMachines
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "sinfo", "munged")
+SYSTEM = ("/usr/sbin", "/sbin")  # where the daemons are, also if PATH lacks them
+SETTINGS = """
+ClusterName=lockstep
+SlurmctldHost=machine0(10.14.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=1
+JobAcctGatherParams=OverMemoryKill
+MpiDefault=none
+NodeName=machine0 NodeAddr=10.14.0.1 CPUs={cores} RealMemory=8192
+NodeName=machine1 NodeAddr=10.14.0.2 CPUs={cores} RealMemory=8192
+PartitionName=all Nodes=machine0,machine1 Default=YES State=UP
+"""
+
+
+def main(arguments):
+    """Submit lesson.slurm with these arguments (02); return the exit code of the job."""
+    what, *flags = arguments or ["02"]
+    parser = Flags("try_slurm.sh")
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *SYSTEM])
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    if missing:
+        cure = "on Debian and Ubuntu: apt install slurmctld slurmd slurm-client munge"
+        parser.error(f"it needs {', '.join(missing)} ({cure})")
+    script = machine.find_script(parser, what)
+    if Path(what).is_file():
+        what = str(script)
+    os.chdir(ROOT)  # where the file is to be submitted
+    with TwoMachines() as two:
+        os.environ["SLURM_CONF"] = write_settings(two.folder)
+        with open(two.folder / "log", "w") as log:
+            start_slurm(two, log)
+        return submit(two, what, flags)
+
+
+def write_settings(folder):
+    """Write what Slurm's programs read; return the path of slurm.conf."""
+    for name in ("state", "machine0", "machine1"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.touch(0o400)
+    key.write_bytes(os.urandom(1024))
+    settings = folder / "slurm.conf"
+    settings.write_text(SETTINGS.format(folder=folder, cores=os.cpu_count()))
+    return str(settings)
+
+
+def start_slurm(two, log):
+    """Start Slurm's daemons, and wait until both machines are ready; leave if they are not."""
+    first, second = two.machines
+    socket = two.folder / "munge.socket"
+    files = [f"--{name}-file={two.folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+    streams = {"stdout": log, "stderr": log}
+    first.start("munged", "--foreground", "--force", f"--socket={socket}", *files, **streams)
+    end = time.monotonic() + 60
+    while not socket.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    for place, daemon in ((first, "slurmctld"), (first, "slurmd"), (second, "slurmd")):
+        place.start(daemon, "-D", **streams)
+    ask = first.enter("sinfo", "--noheader", "--states=idle", "--format=%D")
+    while subprocess.run(ask, capture_output=True, text=True).stdout.strip() != "2":
+        if time.monotonic() > end:
+            last = Path(log.name).read_text().splitlines()[-3:]
+            sys.exit("\n".join([*last, "try_slurm.sh: error: Slurm did not start (--verbose)"]))
+        time.sleep(0.1)
+
+
+def submit(two, what, flags):
+    """Submit the file, with as many cores as there are; print what the job says, and wait for it.
+
+    Return its exit code.
+    """
+    text = (ROOT / "scripts" / "cluster" / "lesson.slurm").read_text()
+    cores = re.search(r"^#SBATCH --cpus-per-task=(\d+)$", text, re.MULTILINE)
+    if cores and int(cores[1]) > os.cpu_count():
+        text = text.replace(cores[0], f"#SBATCH --cpus-per-task={os.cpu_count()}")
+    submitted, output = two.folder / "lesson.slurm", two.folder / "output"
+    submitted.write_text(text)
+    flags = ["--wait", "--quiet", f"--output={output}", submitted, what, *flags]
+    environment = two.environment() | {"LOCKSTEP_PYTHON": sys.executable}
+    job = two.machines[0].start("sbatch", *flags, env=environment)
+    code = job.wait()
+    print(output.read_text() if output.exists() else "", end="")
+    return code
