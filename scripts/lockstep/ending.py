@@ -3,6 +3,8 @@
 nbtools.run, the launchers, the doctor and the rehearsals on two machines use the same words here.
 """
 
+from __future__ import annotations  # the doctor says goodbye where Python is too old as well
+
 import ctypes
 import json
 import os
@@ -20,10 +22,16 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGH
 
 
 def end_with_parent(signal_number):
-    """Linux: be sent this signal when our parent ends, however it ends."""
+    """Linux: be sent this signal when our parent ends, however it ends; leave if it has already.
+
+    It may have ended while Python was starting here. Its process id is in LOCKSTEP_PARENT.
+    """
+    parent = os.environ.pop("LOCKSTEP_PARENT", None)
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)
+        if parent and os.getppid() != int(parent):
+            sys.exit(1)
 
 
 def say_goodbye(signal_number):
@@ -65,10 +73,19 @@ LOST = re.compile(
 LATE = re.compile("timed out|timeout", re.IGNORECASE)
 
 
+def tells(words, error):
+    """Return whether an error says one of LOST or LATE, and comes from torch.distributed.
+
+    All errors of torch.distributed are RuntimeErrors. A BrokenPipeError is about something else.
+    """
+    return isinstance(error, RuntimeError) and bool(words.search(str(error)))
+
+
 def reason(error):
     """Return the type of an exception and the first line of its message, at most 300 letters."""
-    text = traceback.format_exception_only(error)[-1].strip()
-    return in_plain_words(text.splitlines()[0])[:300]
+    lines = traceback.format_exception_only(error)
+    text = next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place
+    return in_plain_words(text.strip().splitlines()[0])[:300]
 
 
 def in_plain_words(text):
@@ -88,6 +105,9 @@ def verbose():
     return os.environ.get("LOCKSTEP_VERBOSE") == "1"
 
 
+# --- Which rank is the cause ---
+
+
 class End(NamedTuple):
     """How a rank ended. The least of several failed ones is the cause.
 
@@ -99,11 +119,11 @@ class End(NamedTuple):
     late: bool
     time: float
     rank: int
-    reason: str | None  # None: it came to its end
+    reason: str | None  # None: it came to its end, or left with an exit code of its own
 
 
-def write_end(text, lost=False):
-    """Write down when and why this rank ended, for the launcher; None: it came to its end.
+def write_end(text, lost=False, late=False):
+    """Write down when and why this rank ended, for the launcher; None: see End.
 
     A text that begins with "rank 1: " is about rank 1, whoever says it: the others may have been
     told why rank 1 can't go on.
@@ -111,9 +131,11 @@ def write_end(text, lost=False):
     rank = os.environ["RANK"]
     named = re.match(r"rank (\d+)(?: failed)?: (.*)", text or "")
     cause, text = named.groups() if named else (rank, text)
-    late = "timed out" in (text or "").lower()
     end = End(lost, late, time.monotonic(), int(cause), text)
-    Path(os.environ["LOCKSTEP_ENDS"], f"{rank}.json").write_text(json.dumps(end))
+    path = Path(os.environ["LOCKSTEP_ENDS"], f"{rank}.json")
+    unfinished = path.with_suffix(".part")  # we may be ended while we write
+    unfinished.write_text(json.dumps(end))
+    unfinished.rename(path)
 
 
 def read_ends(folder):
@@ -121,32 +143,52 @@ def read_ends(folder):
     return {int(path.stem): End(*json.loads(path.read_text())) for path in folder.glob("*.json")}
 
 
-def explain(failures, folder, on_several_machines=False):
-    """Return "rank N failed: ..." for the cause, or None if the ranks have said it themselves.
+def own_exit_codes(failures):
+    """Return {rank: exit code} of the ranks that torchrun has not ended, the first one first.
 
     `failures` is torchrun's {rank: how its process ended}, in the order in which it saw them end.
-    When it has seen one, it ends the others by SIGTERM; so only the first can be somebody else's.
+    When it has seen the first, it sends SIGTERM to the others, and after 30 s SIGKILL.
     """
-    ends = read_ends(folder)
-    for place, (rank, failure) in enumerate(failures.items()):
-        if failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the second by a handler
-            if place == 0:
-                return f"rank {rank} failed: killed by SIGTERM"
-        elif failure.exitcode < 0:
-            return f"rank {rank} failed: killed by {signal.Signals(-failure.exitcode).name}"
-        elif rank not in ends:
-            return f"rank {rank} failed: exit code {failure.exitcode}"
-    failed = [end for end in ends.values() if end.reason]
-    if not failed:
-        return None
-    cause = min(failed)
+    codes, end = {}, float("inf")
+    for rank, failure in failures.items():
+        terminated = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # or by a handler
+        killed = failure.exitcode == -signal.SIGKILL and failure.timestamp >= end
+        if not codes:
+            end = failure.timestamp + 30
+        if not codes or not (terminated or killed):
+            codes[rank] = failure.exitcode
+    return codes
+
+
+def explain(codes, ends, on_several_machines=False):
+    """Return "rank N failed: ..." for the cause, or None if the ranks have said it themselves.
+
+    `codes` is what own_exit_codes() returns, `ends` what read_ends() returns.
+    """
+    for rank, code in codes.items():
+        if code == 128 + signal.SIGTERM:
+            return f"rank {rank} failed: killed by SIGTERM"  # its handler has cleaned up
+        if code < 0:
+            return f"rank {rank} failed: killed by {signal.Signals(-code).name}"
+        if rank not in ends:
+            return f"rank {rank} failed: exit code {code}"
+    cause = min((end for end in ends.values() if end.reason), default=None)
+    if cause is None or cause.lost:
+        for rank, code in codes.items():
+            has_spoken = code in (1, 2) and not cause  # FAIL, or what is wrong with a flag
+            if not ends[rank].reason and not has_spoken:
+                return f"rank {rank} failed: exit code {code}"
+    return cause and f"rank {cause.rank} failed: {_consequences(cause, ends, on_several_machines)}"
+
+
+def _consequences(cause, ends, on_several_machines):
+    """Return what to say of the rank that is the cause, or that comes next to it."""
     if cause.late:
-        waited = "(it waited for another rank, which did not come)"
-        return f"rank {cause.rank} failed: {cause.reason} {waited}"
+        return f"{cause.reason} (it waited for another rank, which did not come)"
     if not cause.lost:
-        return f"rank {cause.rank} failed: {cause.reason}"
+        return cause.reason
     if on_several_machines:
-        return f"rank {cause.rank} failed: it lost a rank of another machine, which says why"
+        return "it lost a rank of another machine, which says why"
     returned = [str(rank) for rank in sorted(ends) if not ends[rank].reason]
     others = f"rank {', '.join(returned)} had already returned" if returned else "nobody knows why"
-    return f"rank {cause.rank} failed: it lost the connection to another rank; {others}"
+    return f"it lost the connection to another rank; {others}"

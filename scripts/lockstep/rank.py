@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -21,10 +22,7 @@ from lockstep import ending, lessons  # noqa: E402
 
 def main():
     """Run the script as this rank; return the exit code."""
-    parent = os.getppid()
     ending.end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for ranks.py to handle
     script = os.environ["LOCKSTEP_SCRIPT"]
     sys.argv[0] = script
@@ -32,22 +30,28 @@ def main():
     try:
         run(script)
     except SystemExit as stop:
-        if isinstance(stop.code, str):
-            ending.write_end(stop.code.strip().splitlines()[-1])
-            return 1
-        if stop.code != 128 + signal.SIGTERM:  # with this one it has been ended, and cleans up
-            ending.write_end(None)
-        return stop.code or 0
+        return end_of_exit(stop.code)
     except Exception as error:
         if ending.verbose():
             traceback.print_exc()
-        lost = bool(ending.LOST.search(str(error)))
-        ending.write_end(ending.reason(error), lost)
+        lost = ending.tells(ending.LOST, error)
+        ending.write_end(ending.reason(error), lost, ending.tells(ending.LATE, error))
         if lost:
             time.sleep(2)  # the rank that is the cause leaves before us, and torchrun sees it first
         return 1
     ending.write_end(None)
     return 0
+
+
+def end_of_exit(code):
+    """Write down the end of a script that has called sys.exit(code); return the exit code."""
+    if code is None or isinstance(code, int):
+        if code != 128 + signal.SIGTERM:  # with this one it has been ended, and cleans up
+            ending.write_end(None)
+        return code or 0
+    lines = str(code).strip().splitlines() or ["sys.exit() without a word"]
+    ending.write_end(lines[-1])
+    return 1
 
 
 def run(script):
@@ -87,9 +91,14 @@ def leave(code):
     these objects go, C++ now and then aborts the process: "terminate called without an active
     exception". Then torchrun would see a rank that SIGABRT has killed.
     """
+    threading._shutdown()  # waits for threads of the script: a file may not be written yet
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError as error:  # the disk is full, or nobody reads
+        ending.write_end(ending.reason(error))
+        code = 1
     os._exit(code)
 
 

@@ -53,16 +53,17 @@ def main(script, arguments):
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": folder}
+        os.environ["LOCKSTEP_PARENT"] = str(os.getpid())
         try:
             start_ranks(own, folder, flags, job)
         except SignalException as stop:
             return 128 + stop.sigval
         except ChildFailedError as error:
-            text = ending.explain(error.failures, Path(folder), len(job.nodes) > 1)
+            codes = ending.own_exit_codes(error.failures)
+            text = ending.explain(codes, ending.read_ends(Path(folder)), len(job.nodes) > 1)
             if text:
                 print(text, file=sys.stderr)
-            codes = {failure.exitcode for failure in error.failures.values()}
-            return 2 if codes == {2} else 1
+            return 2 if set(codes.values()) == {2} else 1
     return 0
 
 

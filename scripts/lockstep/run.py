@@ -91,12 +91,15 @@ def watch(command, environment):
 
     def ask(signal_number, frame):
         asked.append(signal_number)
-        for process in running:
-            process.terminate()
-        signal.alarm(PATIENCE)
+        if len(asked) == 1:  # a second one would disturb it while it cleans up
+            for process in running:
+                process.terminate()
+            signal.alarm(PATIENCE)
 
     for signal_number in ending.WORDS:
-        signal.signal(signal_number, ask)
+        if signal.getsignal(signal_number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(signal_number, ask)
+    environment = environment | {"LOCKSTEP_PARENT": str(os.getpid())}
     options = {"process_group": 0, "stdin": subprocess.DEVNULL, "env": environment}
     process = subprocess.Popen(command, **options)
     signal.signal(signal.SIGALRM, lambda *_: process.kill())
