@@ -10,12 +10,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-environment() { # environment PYTHON --check|--make WHAT
-    "$1" "$root/scripts/lockstep" environment "${@:2}"
-}
-
 make_environment() { # a signal that reaches only this shell is handed on, so that no pip stays
-    environment "$1" --make "$2" &
+    "$1" "$root/scripts/lockstep" environment --make "$2" &
     local installer=$! code=0
     trap 'kill "$installer" 2>/dev/null || true; wait "$installer" || true' INT TERM HUP
     wait "$installer" || code=$?
@@ -24,24 +20,23 @@ make_environment() { # a signal that reaches only this shell is handed on, so th
 }
 
 find_python() { # sets $python to the interpreter to use for $1
-    local candidate
-    if [ -n "${LOCKSTEP_PYTHON:-}" ] && [ "$1" != site ]; then
+    local candidate place=$root/.venv
+    if [ "$1" = site ]; then
+        place=$root/.venv.site
+    elif [ -n "${LOCKSTEP_PYTHON:-}" ]; then
         python=$("$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null) && return
         echo "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is not a Python interpreter" >&2
         return 2
     fi
-    # 1. The active environment, if it has the requirements.
-    if environment python3 --check "$1" 2>/dev/null; then
-        python=$(python3 -c 'import sys; print(sys.executable)')
-        return
-    fi
-    # 2. The .venv of this folder; `--make` returns at once when it is complete.
+    # 1. One that has it all: the active environment, that of this folder, or the usual python3.
+    for candidate in ${VIRTUAL_ENV:+python3} ${CONDA_PREFIX:+python3} "$place/bin/python" python3; do
+        python=$("$candidate" "$root/scripts/lockstep" environment --check "$1" 2>/dev/null) && return
+    done
+    # 2. The environment of this folder, made or completed now.
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
-            "$candidate" -c 'import ensurepip' 2>/dev/null || continue
+        if "$candidate" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             make_environment "$candidate" "$1" || return
-            python=$root/.venv/bin/python
-            [ "$1" != site ] || python=$root/.venv.site/bin/python
+            python=$place/bin/python
             return
         fi
     done

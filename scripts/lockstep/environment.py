@@ -1,9 +1,10 @@
 """Make the Python environment of the course, or check that one has what is asked for.
 
-    python scripts/lockstep environment --check WHAT    exit code 0 if this interpreter has it
+    python scripts/lockstep environment --check WHAT    if this interpreter has it, print its path
     python scripts/lockstep environment --make WHAT     make .venv, or complete it; as setup.sh does
 
 WHAT: a lesson's number, doctor, notebooks, all; or site, for what builds the web site (.venv.site).
+Exit codes: 0; 1 if something is missing, or could not be installed; 2 if there is no such WHAT.
 
 Only the standard library is used, because this file runs before anything is installed.
 """
@@ -17,16 +18,25 @@ import subprocess
 import sys
 import venv
 from importlib import metadata
+from pathlib import Path
 
 from lockstep import lessons
 
 ROOT = lessons.ROOT
 
-# What an installation takes of the disk at its highest, in GB: its files, and twice the download,
-# in pip's temporary folder and in its cache. Measured on Linux with the versions of
-# requirements.txt; all that is not named here takes OTHERS together.
-DISK_GB = {"torch, CPU": 1.2, "torch, CUDA": 10.2, "tensorflow": 3.2, "paddlepaddle": 1.2}
-OTHERS, SITE_GB = 1.0, 0.5
+# What an installation takes of the disk at its highest, in GB: a package's files and those of what
+# it needs, and twice the download, in pip's temporary folder and in its cache. Measured on Linux
+# with the versions of requirements.txt.
+DISK_GB = {
+    "torch, CPU": 1.3,
+    "torch, CUDA": 10.4,
+    "tensorflow": 3.4,
+    "paddlepaddle": 1.2,
+    "scikit-learn": 0.3,
+    "jupyterlab": 0.3,
+    "Sphinx": 0.3,
+}
+OTHER_GB = 0.05
 
 CAUSES = {  # what the output of pip or ensurepip contains: what it means, and the cure
     "No space left|quota exceeded": "the disk is full. Make room on it",
@@ -46,70 +56,139 @@ class Wanted:
 
     def __init__(self, what):
         self.what = what
-        site = what == "site"
-        names = None if site else lessons.packages_for(what)
-        file = ROOT / ("docs/requirements.txt" if site else "requirements.txt")
-        pins = re.findall(r"(?m)^([A-Za-z0-9._-]+)==(\S+)", file.read_text(encoding="utf-8"))
-        self.pins = ["==".join(pin) for pin in pins if names is None or pin[0] in names]
-        self.place = ROOT / (".venv.site" if site else ".venv")
-        self.state = ROOT / (
-            self.place.name + ".state"
-        )  # "installing" until the last file is there
+        is_site = what == "site"
+        self.requirements = ROOT / ("docs/requirements.txt" if is_site else "requirements.txt")
+        pins = lessons.pins(self.requirements)
+        names = pins if is_site else lessons.packages_for(what)
+        self.pins = [pins[name] for name in names]
+        self.place = ROOT / (".venv.site" if is_site else ".venv")
+        self.python = self.place / "bin" / "python"
+        self.state = ROOT / f"{self.place.name}.state"  # "installing", "complete", or nothing
 
-    def missing(self):
-        """Return the pins that this interpreter lacks."""
-        return [pin for pin in self.pins if not is_installed(*pin.split("=="))]
+    def installed_in(self, pattern):
+        """Return the paths in the environment's site-packages that match the pattern."""
+        return list(self.place.glob(f"lib/python*/site-packages{pattern}"))
+
+    def missing(self, folders):
+        """Return the pins that are not installed in these folders."""
+        return [pin for pin in self.pins if not is_installed(*pin.split("=="), folders)]
+
+    def is_cut_off(self):
+        """Return whether pip was ended in the middle of a package, or is in the middle of one now.
+
+        The last file that pip writes of a package is RECORD; and what it replaces has a name with ~
+        until the new package is there.
+        """
+        if not self.state.exists() or self.state.read_text() != "installing":
+            return False
+        packages = self.installed_in("/*.dist-info")
+        complete = all((package / "RECORD").exists() for package in packages)
+        return not packages or not complete or self.installed_in("/~*") != []
+
+    def is_here(self):
+        """Return whether this interpreter has all that is wanted, and nothing in it is half."""
+        in_place = Path(sys.prefix).resolve() == self.place.resolve()
+        if in_place and self.is_cut_off():
+            return False
+        return not self.missing(sys.path)
 
     def is_there(self):
-        """Return whether the last installation came to its end, and all that is wanted is there."""
-        interpreter = self.place / "bin" / "python"
-        cut_off = self.state.exists() and self.state.read_text() == "installing"
-        if cut_off or not interpreter.exists():
-            return False
-        check = [interpreter, ROOT / "scripts" / "lockstep", "environment", "--check", self.what]
-        return subprocess.run(check, capture_output=True).returncode == 0
-
-    def gigabytes(self):
-        """Return what installing all of it takes of the disk, and which build of torch that is."""
-        if self.what == "site":
-            return SITE_GB, "no torch"
-        addresses = os.environ.get("PIP_INDEX_URL", "") + os.environ.get("PIP_EXTRA_INDEX_URL", "")
-        build = "CPU" if sys.platform == "darwin" or "/cpu" in addresses else "CUDA"
-        names = {pin.split("==")[0] for pin in self.pins}
-        names = {"torch, " + build if name == "torch" else name for name in names}
-        return OTHERS + sum(DISK_GB.get(name, 0) for name in names), build
+        """Return whether the environment has all that is wanted, and nothing in it is half."""
+        package = ROOT / "scripts" / "lockstep"
+        return succeeds(self.python, package, "environment", "--check", self.what)
 
 
-def is_installed(name, version):
-    """Return whether this interpreter has the package in this version."""
+def is_installed(name, version, folders):
+    """Return whether one of the folders has the package in this version."""
+    found = metadata.distributions(name=name, path=[str(folder) for folder in folders])
+    # A local label, as in "2.13.0+cpu", names a build of the same version.
+    return any(str(package.version).partition("+")[0] == version for package in found)
+
+
+def succeeds(*command):
+    """Return whether the command can be called, and ends with exit code 0."""
     try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
         return False
-    return found.split("+")[0] == version  # "2.13.0+cpu" names a build of 2.13.0
 
 
-def check_disk(wanted):
+# --- Installing ---
+
+
+def make(wanted):
+    """Make it complete. Two calls at once take turns; a call that was cut off is begun anew."""
+    # The lock is on an open file: the operating system lifts it even if this process is killed.
+    with open(wanted.state, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another run that is installing ...", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not wanted.is_there():
+            complete(wanted, lock)
+
+
+def complete(wanted, lock):
+    """Install what is missing, while nobody else does."""
+    is_new = not wanted.python.exists() or wanted.is_cut_off()
+    if is_new and wanted.place.exists():
+        print("the last installation was cut off: starting again", file=sys.stderr)
+        shutil.rmtree(wanted.place, ignore_errors=True)
+    missing = wanted.missing(wanted.installed_in(""))
+    check_disk(missing)
+    names = ", ".join(pin.partition("==")[0] for pin in missing)
+    names = names if len(missing) <= 5 else f"{len(missing)} packages"
+    print(f"installing {names} into {wanted.place}", file=sys.stderr)
+    print("(once only; it takes some minutes)", file=sys.stderr)
+    wanted.state.write_text("installing")
+    try:
+        install(wanted, lock)
+        wanted.state.write_text("complete")
+    finally:
+        if is_new and wanted.state.read_text() != "complete":
+            shutil.rmtree(wanted.place, ignore_errors=True)
+
+
+def check_disk(pins):
     """Raise SetupFailed if the disk has no room for all that will be downloaded and installed."""
-    needed, build = wanted.gigabytes()
+    addresses = os.environ.get("PIP_INDEX_URL", "") + os.environ.get("PIP_EXTRA_INDEX_URL", "")
+    build = "CPU" if sys.platform == "darwin" or "/cpu" in addresses else "CUDA"
+    names = [pin.partition("==")[0].replace("torch", f"torch, {build}") for pin in pins]
+    needed = sum(DISK_GB.get(name, OTHER_GB) for name in names)
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < needed:
-        smaller = ", or take the CPU build (docs/install.md)" * (build == "CUDA")
+        with_cuda = "torch, CUDA" in names
+        build = " (CUDA build of torch)" * with_cuda
+        smaller = ", or take the CPU build (docs/install.md)" * with_cuda
         raise SetupFailed(
-            f"it needs {needed:.1f} GB of the disk of {ROOT} ({build} build of torch), "
-            f"and {free:.1f} GB are free. Make room{smaller}"
+            f"it needs {needed:.1f} GB of the disk of {ROOT}{build}, and {free:.1f} GB are free. "
+            f"Make room{smaller}"
         )
 
 
-def call(place, lock, *arguments):
-    """Call the Python of the environment `place` with `arguments`; raise SetupFailed if that fails.
+def install(wanted, lock):
+    """Make the environment if there is none, and install what is wanted into it."""
+    if not wanted.python.exists():
+        venv.create(wanted.place, symlinks=True)
+    if not succeeds(wanted.python, "-I", "-c", "import pip"):
+        call(wanted, lock, "ensurepip", "--default-pip")
+    options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
+    call(wanted, lock, "pip", "install", *options, "-c", str(wanted.requirements), *wanted.pins)
+
+
+def call(wanted, lock, module, *arguments):
+    """Call a module of the environment's Python with `arguments`; raise SetupFailed if that fails.
 
     Its output is shown on a terminal only, one line in place of the other. It does not go on after
     this function. `lock` is the open file that is locked: if this process is killed, the next run
     waits for the call to end.
     """
+    temporary = wanted.place / "tmp"
+    shutil.rmtree(temporary, ignore_errors=True)  # if the last call was killed
+    temporary.mkdir()
     process = subprocess.Popen(
-        [place / "bin" / "python", "-I", "-m", *arguments],
+        [wanted.python, "-I", "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,7 +196,7 @@ def call(place, lock, *arguments):
         errors="replace",
         start_new_session=True,
         pass_fds=[lock.fileno()],
-        env={**os.environ, "TMPDIR": str(place)},  # what is left there is removed with it
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     output, erase = [], "\r\033[K" * sys.stderr.isatty()
     try:
@@ -131,8 +210,9 @@ def call(place, lock, *arguments):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
     if process.returncode != 0:
-        raise SetupFailed(explain(arguments[0], "".join(output)))
+        raise SetupFailed(explain(module, "".join(output)))
 
 
 def explain(module, output):
@@ -147,50 +227,7 @@ def explain(module, output):
     return "\n".join([*end, f"{module} ended with the error above. {cure}"])
 
 
-def install(wanted, lock):
-    """Make the environment if there is none, and install what is wanted into it."""
-    place = wanted.place
-    if not (place / "bin" / "python").exists():
-        venv.create(place, symlinks=True)
-        call(place, lock, "ensurepip", "--default-pip")
-    options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
-    call(place, lock, "pip", "install", *options, *wanted.pins)
-
-
-def make(wanted):
-    """Make it complete. Two calls at once take turns; a call that was cut off is begun anew."""
-    # The lock is on an open file: the operating system lifts it even if this process is killed.
-    with open(wanted.state, "a+") as state:
-        try:
-            fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting for another run that is installing ...", file=sys.stderr)
-            fcntl.flock(state, fcntl.LOCK_EX)
-        if not wanted.is_there():
-            complete(wanted, state)
-
-
-def complete(wanted, lock):
-    """Install what is wanted, while nobody else does."""
-    if wanted.state.read_text() == "installing":
-        print("the last installation was cut off: starting again", file=sys.stderr)
-        shutil.rmtree(wanted.place, ignore_errors=True)
-    is_new = not (wanted.place / "bin" / "python").exists()
-    check_disk(wanted)
-    names = "all packages" if len(wanted.pins) > 5 else ", ".join(wanted.pins)
-    print(f"installing {names} into {wanted.place}", file=sys.stderr)
-    print("(once only; it takes some minutes)", file=sys.stderr)
-    wanted.state.write_text("installing")
-    try:
-        install(wanted, lock)
-        wanted.state.write_text("complete")
-    except SetupFailed:
-        wanted.state.write_text("failed")  # in good order: what was there before still is
-        raise
-    finally:
-        if is_new and wanted.state.read_text() != "complete":
-            shutil.rmtree(wanted.place, ignore_errors=True)
-
+# --- The command ---
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -213,9 +250,12 @@ def main(arguments):
     except LookupError as error:
         print(f"setup failed: {error}; take a number, notebooks, all or site", file=sys.stderr)
         return 2
-    if how == "--check":
-        return 1 if wanted.missing() else 0
-    return make_or_explain(wanted)
+    if how == "--make":
+        return make_or_explain(wanted)
+    if wanted.is_here():
+        print(sys.executable)
+        return 0
+    return 1
 
 
 def make_or_explain(wanted):
@@ -225,7 +265,7 @@ def make_or_explain(wanted):
     try:
         make(wanted)
     except KeyboardInterrupt as error:
-        print("setup was interrupted: run the same command again, it starts anew", file=sys.stderr)
+        print("setup was interrupted: run the same command again", file=sys.stderr)
         return 128 + error.args[0]
     except SetupFailed as error:
         *above, cause = str(error).splitlines()

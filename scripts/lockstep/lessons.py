@@ -62,20 +62,23 @@ def of_script(path):
     return next((lesson for lesson in TABLE if lesson.script == path), None)
 
 
+def pins(file=ROOT / "requirements.txt"):
+    """Return {name: "name==version"} of all that a requirements file pins."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    found = [line.split()[0] for line in lines if "==" in line.partition("#")[0]]
+    return {pin.partition("==")[0]: pin for pin in found}
+
+
 def packages_for(what):
-    """Return the packages that `what` needs; None stands for all of requirements.txt.
+    """Return the packages that `what` needs, named as in requirements.txt.
 
     `what` is a lesson's number, "doctor", "notebooks" (all but TensorFlow and Paddle), or "all".
     Raises LookupError for anything else.
     """
-    if what == "all":
-        return None
     if what == "doctor":
         return TORCH
-    if what == "notebooks":
-        pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-        names = [line.partition("==")[0] for line in pins if "==" in line.partition("#")[0]]
-        return tuple(name for name in names if name not in FRAMEWORKS)
+    if what in ("all", "notebooks"):
+        return tuple(name for name in pins() if what == "all" or name not in FRAMEWORKS)
     lesson = find(what)
     if lesson is None:
         raise LookupError(f"there is no lesson {what[:40]!r}")

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from lockstep.lessons import IMPORT_NAMES, ONE_PROCESS, ROOT
+from lockstep.lessons import IMPORT_NAMES, ONE_PROCESS, pins
 
 # What one rank takes, in GB, that it does not share with the others. Measured with the CPU build of
 # torch: 0.15 in lesson 04, 0.16 in 08, 0.21 in 02, 06 and 09, 0.22 in 05, 0.27 in 10, 0.28 in 03,
@@ -35,9 +35,8 @@ def missing_packages(lesson):
     ]
     if not names:
         return None
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    pins = [line.split()[0] for line in lines if line.partition("==")[0] in names]
-    return f"needs {', '.join(names)}: {sys.executable} -m pip install {' '.join(pins)}"
+    wanted = " ".join(pins()[name] for name in names)
+    return f"needs {', '.join(names)}: {sys.executable} -m pip install {wanted}"
 
 
 def asked_ranks(flags):
