@@ -19,8 +19,8 @@ what=${1:-}
 [ "$what" != slurm ] || what=${2:-}
 [[ $what =~ ^[0-9]+$ ]] || what=14 # nothing but torch
 if [ -n "${SUDO_USER:-}" ] && [ -z "${LOCKSTEP_PYTHON:-}" ]; then # .venv must not belong to root
-    if ! python3 "$here/lockstep" environment --check "$what" 2>/dev/null &&
-        ! "$here/../.venv/bin/python" "$here/lockstep" environment --check "$what" 2>/dev/null; then
+    if ! python3 "$here/lockstep" environment --check "$what" &>/dev/null &&
+        ! "$here/../.venv/bin/python" "$here/lockstep" environment --check "$what" &>/dev/null; then
         echo "two_machines.sh: error: run this first, without sudo: bash scripts/setup.sh $what" >&2
         exit 2
     fi
