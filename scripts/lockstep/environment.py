@@ -33,10 +33,10 @@ DISK_GB = {
     "tensorflow": 3.4,
     "paddlepaddle": 1.2,
     "scikit-learn": 0.3,
-    "jupyterlab": 0.3,
+    "jupyterlab": 0.2,
     "Sphinx": 0.3,
 }
-OTHER_GB = 0.05
+OTHER_GB = 0.03
 
 CAUSES = {  # what the output of pip or ensurepip contains: what it means, and the cure
     "No space left|quota exceeded": "the disk is full. Make room on it",
