@@ -1,0 +1,293 @@
+"""What this machine has: a row for each thing that a job needs, without starting a rank."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from lockstep import environment, lessons, needs, network
+from lockstep.doctor.row import Row
+
+ASK_TORCH = """
+import json, torch, torch.distributed as dist
+names = ("gloo", "nccl", "mpi", "ucc")
+there = [n for n in names if dist.is_available() and getattr(dist, f"is_{n}_available")()]
+count = torch.cuda.device_count()
+gpus = [torch.cuda.get_device_properties(n) for n in range(count)]
+gpus = [f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus]
+print(json.dumps([torch.__version__, there, gpus, torch.version.cuda]))
+"""
+
+
+def look_at_machine(nproc):
+    """Yield the rows of all that does not need several ranks."""
+    for look in (look_at_python, look_at_versions, look_at_torch):
+        yield from look_at(look)
+    yield from look_at_resources(nproc)
+    for look in (look_at_host_name, look_at_interfaces):
+        yield from look_at(look)
+
+
+def look_at_resources(nproc):
+    """Yield the rows of what so many ranks need."""
+    yield from look_at(look_at_cores, nproc)
+    yield from look_at(look_at_memory, nproc)
+    yield from look_at(look_at_shared_memory)
+
+
+def look_at(look, *arguments):
+    """Return the rows of one check, also where it fails itself: then it can't be said."""
+    try:
+        found = look(*arguments)
+    except Exception as error:
+        check = look.__name__.replace("look_at_", "").replace("_", " ")
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return [Row(check, "unknown", why, "look at it by hand")]
+    return [found] if isinstance(found, Row) else found
+
+
+def first_line(error):
+    """Return the first line of an error's message, at most 200 letters."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+def read(path):
+    """Return the text of a file, or "" if it can't be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+# --- What is installed ---
+
+
+def look_at_python():
+    """Say which Python runs this; the course was tested with three."""
+    here = "{}.{}.{}, ".format(*sys.version_info[:3]) + sys.executable
+    if (3, 11) <= sys.version_info < (3, 14):
+        return Row("Python", "ok", here)
+    cure = "install Python 3.11, 3.12 or 3.13, then " + install(lessons.TORCH)
+    return Row("Python", "not ok", here, cure)
+
+
+def install(names):
+    """Return the command that installs these packages for the Python that runs this."""
+    if os.environ.get("LOCKSTEP_PYTHON"):  # setup.sh leaves that one as it is
+        pins = lessons.pins()
+        return f"{sys.executable} -m pip install {' '.join(pins[name] for name in names)}"
+    return "bash scripts/setup.sh" + " 02" * (set(names) <= set(lessons.TORCH))
+
+
+def look_at_versions():
+    """Compare what is installed with requirements.txt.
+
+    A package that is absent is no fault, but for torch and numpy: each launcher installs what its
+    lesson needs. With LOCKSTEP_PYTHON it does not.
+    """
+    if environment.Wanted("all").is_cut_off():
+        cure = f"wait if it runs now; else {install(lessons.TORCH)} goes on with it"
+        return Row("versions", "not ok", "an installation into .venv was cut off", cure)
+    wrong, absent = {}, []
+    for name, pin in lessons.pins().items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            absent.append(name)
+            continue
+        if f"{name}=={found.split('+')[0]}" != pin:  # "2.13.0+cpu" is a build of 2.13.0
+            wrong[name] = f"{name} {found}, tested with {pin}"
+    wrong.update({name: f"there is no {name}" for name in lessons.TORCH if name in absent})
+    if wrong:
+        return Row("versions", "not ok", "; ".join(wrong.values()), install(wrong))
+    text = f"{len(lessons.pins()) - len(absent)} packages as in requirements.txt"
+    if not absent:
+        return Row("versions", "ok", text)
+    text += f"; not installed yet: {', '.join(absent)}"
+    if os.environ.get("LOCKSTEP_PYTHON"):
+        return Row("versions", "limited", text, "for what needs them: " + install(absent))
+    return Row("versions", "ok", text + "; a launcher installs what its lesson needs")
+
+
+def look_at_torch():
+    """Ask torch in a process of its own: a broken one may crash. Return rows."""
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        run = subprocess.run(command, capture_output=True, timeout=120, text=True)
+    except subprocess.TimeoutExpired:
+        cure = "run it again: the first time is the slowest; then look at the disk"
+        return [Row("torch", "not ok", "import torch took longer than 120 s", cure)]
+    if run.returncode != 0:
+        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+        return [Row("torch", "not ok", lines[-1][:200], mend_torch(lines[-1]))]
+    version, backends, gpus, cuda = json.loads(run.stdout.splitlines()[-1])
+    there = Row("backends", "ok", ", ".join(backends) or "none")
+    if "gloo" not in backends:
+        cure = "install the torch of requirements.txt: " + install(["torch"])
+        there = there._replace(state="not ok", remedy=cure)
+    return [Row("torch", "ok", version), there, look_at_gpus(gpus, cuda)]
+
+
+def mend_torch(error):
+    """Return what to do when `import torch` ends with this line."""
+    if "No module named 'torch'" in error:
+        return install(["torch"])
+    if os.environ.get("LOCKSTEP_PYTHON"):
+        return f"{install(['torch'])} --force-reinstall"
+    return "remove .venv and .venv.state, then " + install(["torch"])
+
+
+def look_at_gpus(gpus, cuda):
+    """Say which GPUs torch sees, and why none. `cuda`: the version it was built for, or None."""
+    if gpus:
+        cure = f"bash scripts/lesson_02.sh --nproc {len(gpus)} does"
+        return Row("GPUs", "ok", f"{'; '.join(gpus)}; this does not try nccl", cure)
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return Row("GPUs", "ok", "none; ranks compute on the CPU, over gloo")
+    if cuda is None:
+        cure = "install the CUDA build (docs/install.md says which one comes)"
+        return Row("GPUs", "limited", "there are some, but this torch is a CPU build", cure)
+    cure = "look at nvidia-smi, the driver's version, and CUDA_VISIBLE_DEVICES"
+    return Row("GPUs", "limited", "there are some, but torch sees none", cure)
+
+
+# --- What it has for processes ---
+
+
+def control_groups():
+    """Return the folders of the control groups that we are in; the limits of each count."""
+    own = Path(read("/proc/self/cgroup").rpartition("::/")[2]).parts
+    return [Path("/sys/fs/cgroup", *own[:depth]) for depth in range(len(own) + 1)]
+
+
+def count_cores():
+    """Return how many cores this process may use: not more than its container or job has."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    for group in control_groups():
+        quota, _, period = read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def look_at_cores(nproc):
+    """Say whether each rank has a core, and whether somebody else computes."""
+    cores, load = count_cores(), os.getloadavg()[0]
+    text = f"{cores}, load {load:.1f}"
+    if nproc > cores:
+        cure = "times will be too long; in a Slurm job ask for more with --cpus-per-task"
+        return Row("cores", "limited", f"{text}, for {nproc} ranks", cure)
+    if load > cores + 1:
+        return Row("cores", "limited", text, "times will be too long; look with top who computes")
+    return Row("cores", "ok", text)
+
+
+def free_memory():
+    """Return the memory that new processes can have, in bytes: what the machine and our job have.
+
+    A control group also counts the files that it has read lately; they go when memory is needed.
+    """
+    free = needs.free_memory()
+    for group in control_groups():
+        limit, used = read(group / "memory.max"), read(group / "memory.current")
+        cache = re.search(r"(?m)^inactive_file (\d+)", read(group / "memory.stat"))
+        if limit.isdigit() and used.isdigit():
+            free = min(free, max(0, int(limit) - int(used) + int(cache[1] if cache else 0)))
+    return free
+
+
+def look_at_memory(nproc):
+    """Say whether the ranks fit into the memory."""
+    free, needed = free_memory() / 1e9, nproc * needs.GB_PER_RANK
+    text = f"{free:.1f} GB free, {nproc} ranks take about {needed:.1f}"
+    if free < needed:
+        return Row("memory", "not ok", text, "end what takes it, or take a smaller --nproc")
+    return Row("memory", "ok", text)
+
+
+def look_at_shared_memory(folder="/dev/shm"):
+    """Say whether there is enough for nccl and for a DataLoader's workers."""
+    if not Path(folder).is_dir():
+        return Row("shared memory", "unknown", "this system has no " + folder)
+    status = os.statvfs(folder)
+    size, free = (blocks * status.f_frsize / 1e9 for blocks in (status.f_blocks, status.f_bavail))
+    text = f"{folder} has {size:.2g} GB, {free:.2g} free"
+    if free < 0.5:
+        cure = "for --workers, and nccl, more is needed: docker run --shm-size=1g, or see"
+        cure += " scripts/cluster/lesson.yaml; else remove old files there"
+        return Row("shared memory", "limited", text, cure)
+    return Row("shared memory", "ok", text)
+
+
+# --- Where others find it ---
+
+
+def look_at_host_name():
+    """gloo gives its address to the other ranks, and torchrun looks it up."""
+    name, begin = socket.gethostname(), time.monotonic()
+    addresses = network.addresses_of(name)
+    seconds = time.monotonic() - begin
+    here = f"{name} is {', '.join(addresses) or 'no address'}"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts"
+        return Row("host name", "ok", here)
+    if seconds > 1:
+        text = f"{here}, which took {seconds:.0f} s to find out"
+        return Row("host name", "limited", text, f"put {name} into /etc/hosts")
+    if addresses and not network.is_loopback(addresses[0]):
+        return Row("host name", "ok", here)
+    interface = (network.outward() or ["THE_ONE_THAT_LEADS_TO_THE_OTHERS"])[0]
+    text = here + ", where other machines do not find it"
+    cure = (
+        f"for one machine, nothing; for torchrun on several: export GLOO_SOCKET_IFNAME={interface}"
+    )
+    return Row("host name", "limited", text, cure)
+
+
+def look_at_interfaces():
+    """Say which there are, and whether the variables for gloo and TensorPipe name one of them."""
+    found = network.interfaces()
+    text = ", ".join(f"{name} {address or '-'}" for name, address in found.items())
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        for name in filter(None, os.environ.get(variable, "").split(",")):
+            if not found.get(name):
+                cure = "set it to one of these, or unset it"
+                return Row("interfaces", "not ok", f"{variable}={name}; {text}", cure)
+    if not found:
+        return Row("interfaces", "unknown", "the system names none")
+    return Row("interfaces", "ok", text)
+
+
+# --- Its ranks ---
+
+
+def look_at_ranks(nproc, timeout):
+    """Start ranks as the launcher of a lesson does; return the rows that rank 0 tells."""
+    from lockstep import run
+
+    package, flags = lessons.ROOT / "scripts" / "lockstep", ["doctor", "--json"]
+    command = [sys.executable, package, "inside", lessons.TORCHRUN, package, f"--nproc={nproc}"]
+    command = [*map(str, command), "--", *flags, f"--timeout={timeout}"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    own = {**run.on_this_machine_alone(), "LOCKSTEP_PARENT": str(os.getpid())}
+    process = subprocess.Popen(command, env=own, start_new_session=True, text=True, **pipes)
+    seconds = 60 + 12 * timeout
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        output, errors = "", f"they did not end within {seconds} s"
+    finally:
+        process.terminate()
+        process.wait()
+    if output:
+        return [Row.from_dict(each) for each in json.loads(output)["checks"]]
+    why = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
+    return [Row("ranks", "not ok", why, "look at memory and load above, then run it again")]
