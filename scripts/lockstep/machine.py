@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 
 from lockstep import lessons, network, run
+from lockstep.doctor import report
 from lockstep.flags import Flags, split_at_dashes, whole
 
 HOSTS = r"[\w:][\w.:%-]*(,[\w:][\w.:%-]*)*"
@@ -45,6 +46,9 @@ def main(arguments):
     parser = make_parser()
     own, flags = read_flags(parser, arguments)
     script = find_script(parser, own.what)
+    if own.what == "doctor":
+        report.read_flags(flags)  # a mistake costs one line here, before anything is started
+        flags = ["doctor", *flags]
     here, first = find_way(own)
     environment = without_another_job()
     interface = network.interface_of(here)
@@ -56,7 +60,6 @@ def main(arguments):
     if own.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     ours = [f"--nproc={own.nproc}", *["--verbose"] * own.verbose]
-    flags = (["doctor"] if own.what == "doctor" else []) + flags
     return run.start(lessons.TORCHRUN, script, [*ours, "--", *flags], environment)
 
 

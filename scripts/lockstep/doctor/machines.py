@@ -55,8 +55,8 @@ def compare(everyone):
     for one in everyone:
         machines.setdefault(one["machine"], []).append(one)
     for name, (one, *others) in machines.items():
-        text = f"{1 + len(others)} ranks, {one['cores']} cores, {one['GPUs']} GPUs"
-        rows.append(Row(f"machine {name}", "ok", f"{text}, gloo at {one['address'][0]}"))
+        text = f"ranks: {1 + len(others)}, cores: {one['cores']}, GPUs: {one['GPUs']}"
+        rows.append(Row(f"machine {name}", "ok", f"{text}; gloo at {one['address'][0]}"))
         for row in (Row(*fields) for fields in one["troubles"]):
             rows.append(row._replace(check=f"{row.check} of {name}"))
     different = []
