@@ -55,8 +55,8 @@ class Machine:
         self.do("ip", "link", "set", "lo", "up")
 
     def enter(self, *command):
-        """Return the command that runs `command` on this machine."""
-        where = ["--net", "--uts", "--mount", "--pid", f"--wd={os.getcwd()}"]
+        """Return the command that runs `command` on this machine, in the folder we are in."""
+        where = ["--net", "--uts", "--mount", "--pid", "--wd=."]
         return ["nsenter", f"--target={self.first}", *where, "--", *map(str, command)]
 
     def do(self, *command):
