@@ -11,15 +11,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from lockstep import lessons
+from nbtools.launch import file_of_run
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+GPUS_ARE_HERE = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
 
 # A shell starts a background job with SIGINT ignored. What the tests start would inherit that, and
 # would never hear the interrupt that they send.
@@ -27,9 +31,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A framework's name for `import`, and for pip. Without it, what needs it is skipped.
-FRAMEWORKS = {"tensorflow": "tensorflow", "paddle": "paddlepaddle"}
+FRAMEWORKS = {lessons.IMPORT_NAMES.get(name, name): name for name in lessons.FRAMEWORKS}
 MISSING = {name: pip for name, pip in FRAMEWORKS.items() if importlib.util.find_spec(name) is None}
-LESSONS_NEED = {"07": ["tensorflow"], "08": ["paddle", "tensorflow"]}
 
 OUTCOMES = {}  # claim id -> outcomes of the tests that carry it, in this run
 UNPROVEN = []
@@ -102,36 +105,51 @@ def watch_ports(launcher, found):
 
 
 @pytest.fixture(scope="session")
-def default_run(tmp_path_factory):
-    """Return a function: default_run(3) is `lesson_03.sh --json` on CPUs, run once for all tests.
+def lesson_run(tmp_path_factory):
+    """Return a function: lesson_run(3, "--steps", 5) is `lesson_03.sh --json --steps 5` on CPUs.
 
-    "All" includes those in other processes of pytest-xdist: the first that asks runs it.
+    It is run once for all who ask in this session of pytest: tests, also those in other processes
+    of pytest-xdist, and, if it succeeds, the notebooks' launch(). The first test that asks runs it.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # each process has a folder of its own in here
 
-    def run_once(number):
-        with open(folder / f"lesson_{number:02}.json", "a+") as file:
+    def run_once(number, *flags):
+        words = [str(flag) for flag in flags]
+        with open(file_of_run(os.environ["LOCKSTEP_RUNS"], number, words), "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             known = file.read()
             if not known:
-                elsewhere = tmp_path_factory.mktemp("a folder with a space")
-                environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-                launcher = start_lesson(number, "--json", cwd=elsewhere, env=environment)
-                open_ports = set()
-                threading.Thread(target=watch_ports, args=(launcher, open_ports)).start()
-                run = finish(launcher)
-                assert list(elsewhere.iterdir()) == [], "the lesson left files in this folder"
-                known = json.dumps([[*vars(run).values()], sorted(open_ports)])
+                run = run_and_watch(number, words, tmp_path_factory.mktemp("a folder with a space"))
+                honest = run.returncode == 0 and not GPUS_ARE_HERE  # a notebook would use them
+                facts = {**vars(run), "for_notebooks_of": str(ROOT) if honest else None}
+                known = json.dumps(facts)
                 file.write(known)
-        values, open_ports = json.loads(known)
-        run = Finished(*values)
-        run.open_ports = open_ports
+        facts = json.loads(known)
+        run = Finished(*(facts[name] for name in ("args", "returncode", "stdout", "stderr")))
+        run.open_ports = facts["open_ports"]
         return run
 
     return run_once
+
+
+def run_and_watch(number, words, folder):
+    """Run a lesson in an empty folder without GPUs; return what finish() does, and `open_ports`."""
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    launcher = start_lesson(number, "--json", *words, cwd=folder, env=environment)
+    open_ports = set()
+    watcher = threading.Thread(target=watch_ports, args=(launcher, open_ports))
+    watcher.start()
+    run = finish(launcher)
+    watcher.join()
+    run.open_ports = sorted(open_ports)
+    assert list(folder.iterdir()) == [], "the lesson left files in this folder"
+    return run
+
+
+@pytest.fixture(scope="session")
+def default_run(lesson_run):
+    """Return a function: default_run(3) is lesson_run(3), without flags."""
+    return lesson_run
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +169,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist share this folder
+        runs = tempfile.TemporaryDirectory(prefix="lockstep_runs_")
+        config.add_cleanup(runs.cleanup)
+        os.environ["LOCKSTEP_RUNS"] = runs.name  # nbtools.launch looks there
     if hasattr(config.option, "nbval_sanitize_with"):  # absolute: pytest may start anywhere
         config.option.nbval_sanitize_with = str(ROOT / "notebooks/nbtools/nbval_sanitize.cfg")
     claim = config.option.claim
@@ -181,7 +203,9 @@ def skip_what_is_not_here(item, number):
     needed = [name for mark in item.iter_markers("needs") for name in mark.args]
     if item.path.suffix == ".ipynb":
         number = item.path.name[len("lesson_") :][:2]
-    for name in needed + LESSONS_NEED.get(number, []):
+    lesson = lessons.find(str(number))
+    packages = lesson.packages + lesson.compares_with if lesson else ()
+    for name in needed + [lessons.IMPORT_NAMES.get(package, package) for package in packages]:
         if name in MISSING:
             item.add_marker(pytest.mark.skip(reason=f"{MISSING[name]} is not installed"))
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, Finished
 from nbtools import run
-from nbtools.wire import Wire
+from nbtools.record import Wire
 from torch import nn
 from tqdm import tqdm
 

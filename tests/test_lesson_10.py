@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, run_lesson, start_lesson
 from nbtools import judge, run
-from nbtools.wire import Wire
+from nbtools.record import Wire
 from solutions.lesson_10 import check, solution
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

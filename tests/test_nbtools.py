@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nbtools import pictures
-from nbtools.events import record
-from nbtools.saved import Saved
+from nbtools.record import Saved, record
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

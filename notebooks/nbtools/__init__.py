@@ -5,11 +5,12 @@ launch(3, nproc=2, steps=5)       run scripts/lesson_03.sh, return its JSON
 show(fn), show_difference(a, b)   the source of functions, as the lesson has it
 measured(value, low, high)        a number that the run has measured, as ≈0.412
 judge(check, attempt)             what the check of a task says about an attempt
+hint(check)                       the next thought for someone who is stuck with this task
 free_ports(count)                 ports for those who have to name one
 
-Two modules are imported by name, because they need torch or matplotlib:
+Two modules are imported by name:
 
-nbtools.wire       Wire: the collectives that PyTorch calls, with their bytes
+nbtools.record     Wire: the collectives that PyTorch calls; Saved: the memory that autograd keeps
 nbtools.pictures   record, lanes, strip: pictures of what ranks do and send, from a real run
 """
 
@@ -17,15 +18,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-if str(ROOT / "lessons") not in sys.path:
-    sys.path.insert(0, str(ROOT / "lessons"))  # so that notebooks can import the lessons
+for folder in ("scripts", "lessons"):  # the notebooks import the lessons, and we import lockstep
+    if str(ROOT / folder) not in sys.path:
+        sys.path.insert(0, str(ROOT / folder))
 
-from nbtools.judge import judge  # noqa: E402
+from nbtools.blame import RankFailed  # noqa: E402
+from nbtools.cell import (  # noqa: E402
+    OutOfBounds,
+    free_ports,
+    hint,
+    judge,
+    measured,
+    show,
+    show_difference,
+)
 from nbtools.launch import LaunchFailed, launch  # noqa: E402
-from nbtools.measured import OutOfBounds, measured  # noqa: E402
-from nbtools.ports import free_ports  # noqa: E402
-from nbtools.run import RankFailed, run  # noqa: E402
-from nbtools.show import show, show_difference  # noqa: E402
+from nbtools.run import run  # noqa: E402
 
 __all__ = [
     "ROOT",
@@ -33,6 +41,7 @@ __all__ = [
     "OutOfBounds",
     "RankFailed",
     "free_ports",
+    "hint",
     "judge",
     "launch",
     "measured",

@@ -16,7 +16,7 @@ import json
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
-from nbtools.events import Collective, Message, Recorder, Span, record, waits
+from nbtools.record import Collective, Message, Recorder, Span, record, waits
 
 __all__ = [
     "Collective",

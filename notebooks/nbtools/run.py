@@ -1,42 +1,33 @@
 """Call a function in several real processes that have joined one process group."""
 
+import contextlib
+import inspect
 import multiprocessing
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from nbtools import where
-from nbtools.failure import Failure, NotSent, describe, in_plain_words, pickle, unpickle
-from nbtools.group import process_group
-from nbtools.rank import rank_main
-from nbtools.stream import Stream
+from lockstep import ending, network
 
-
-class RankFailed(RuntimeError):
-    """One or more ranks raised, died, or did not finish. `details` has a rank's traceback."""
-
-    def __init__(self, message, details=""):
-        super().__init__(message)
-        self.details = details
-
-    def _render_traceback_(self):  # IPython asks for this: one line instead of a page
-        return [f"{type(self).__name__}: {self}"]
-
+from nbtools import blame
+from nbtools.blame import Failure, NotSent, RankFailed, describe, pickle, unpickle
 
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
-# The forkserver also imports what is slow to import and what the caller has imported by now.
 _context = multiprocessing.get_context("forkserver")
-ALWAYS = ["torch.distributed", "torch._dynamo", "cloudpickle"]
-IF_USED = ["sklearn.datasets", "torch.distributed.tensor.parallel", "tqdm"]
+SLOW = ["torch.distributed", "torch._dynamo", "cloudpickle"]  # the forkserver imports these
+SLOW_AND_RARE = ["sklearn.datasets"]  # and these, if the ranks are going to
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
+KEPT = 100_000  # bytes at the beginning of what a rank writes, and as many at the end
 
 
 def run(fn, nproc, *args, deadline=60):
@@ -57,7 +48,7 @@ def run(fn, nproc, *args, deadline=60):
         payload = pickle((fn, args, dict(os.environ)), "the function or one of its arguments")
     except NotSent as error:
         raise RankFailed(str(error)) from None
-    _context.set_forkserver_preload(ALWAYS + [name for name in IF_USED if name in sys.modules])
+    _context.set_forkserver_preload(SLOW + [name for name in SLOW_AND_RARE if _is_needed(name)])
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -75,13 +66,45 @@ def run(fn, nproc, *args, deadline=60):
     return [rank.value for rank in ranks]
 
 
-class _Rank:
-    """A rank, as the notebook's kernel sees it."""
+def _is_needed(name):
+    """Return whether the caller has imported this module, or a function of one of his lessons will.
 
+    A lesson imports a slow module in the function that uses it. So we see it in that function.
+    """
+    lessons = [module for key, module in sys.modules.items() if key.startswith("lesson_")]
+    things = [thing for lesson in lessons for thing in vars(lesson).values()]
+    functions = filter(inspect.isfunction, things)
+    return name in sys.modules or any(name in fn.__code__.co_names for fn in functions)
+
+
+@contextlib.contextmanager
+def process_group(farewell):
+    """Yield the number of a new process group. At the end of the block, all that is in it is ended.
+
+    The same happens when this process is gone, even by SIGKILL: the leader of the group is a shell
+    that waits for the end of its input, a pipe whose other end only we have. It then runs the
+    shell command `farewell` and kills the group.
+    """
+    script = f"trap '' TERM; read line; {farewell}; kill -KILL 0"
+    leader = subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, process_group=0)
+    try:
+        yield leader.pid
+    finally:
+        # The leader is our child. Before we wait for it, nobody else is given its number.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.stdin.close()
+        leader.wait()
+
+
+# --- A rank, as the notebook's kernel sees it ---
+
+
+class _Rank:
     def __init__(self, number, folder):
         self.number = number
         self.receiver, self.sender = _context.Pipe(duplex=False)
-        self.streams = [Stream(name, number, _context) for name in ("stdout", "stderr")]
+        self.streams = [_Stream(name, number) for name in ("stdout", "stderr")]
         self.stacks = Path(folder, f"stacks_{number}")
         self.process = None
         self.answered = False
@@ -118,12 +141,12 @@ class _Rank:
         self.process.join(5)
         code = self.process.exitcode or 0
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        place = where.read_place(self.stacks)
+        place = blame.read_place(self.stacks)
         stderr = self.streams[1]
         stderr.read()
         thrown = re.search(r"what\(\): *(.*)", (stderr.head + stderr.tail).decode(errors="replace"))
         message = f": {cause}" + (f" {place}" if place else "")
-        message += f": {in_plain_words(thrown[1])}" if thrown else ""
+        message += f": {ending.in_plain_words(thrown[1])}" if thrown else ""
         return Failure(0.0, False, message)  # time 0: nothing else can be the cause
 
     def end(self):
@@ -137,6 +160,52 @@ class _Rank:
             stream.close()
         self.receiver.close()
         self.sender.close()
+
+
+class _Stream:
+    """What a rank writes to stdout or stderr: a pipe of which the first and last part are kept."""
+
+    def __init__(self, name, rank):
+        self.name = name
+        self.rank = rank
+        self.reader, self.writer = _context.Pipe(duplex=False)
+        self.open = True
+        self.head = b""
+        self.tail = b""
+        self.left_out = 0
+        os.set_blocking(self.reader.fileno(), False)
+
+    def fileno(self):
+        return self.reader.fileno()
+
+    def read(self):
+        """Read what is there, 1 MB at most: a rank that writes without end must not hold us up."""
+        for _ in range(16):
+            try:
+                data = os.read(self.fileno(), 2**16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.open = False
+                return
+            room = KEPT - len(self.head)
+            self.head += data[:room]
+            tail = self.tail + data[room:]
+            self.tail = tail[-KEPT:]
+            self.left_out += len(tail) - len(self.tail)
+
+    def close(self):
+        """Print what was kept, with the rank in front of each line, and close our ends."""
+        self.read()
+        self.reader.close()
+        self.writer.close()
+        parts = [self.head + self.tail]
+        if self.left_out:
+            note = f"... {self.left_out:,} bytes were left out here ..."
+            parts = [self.head, note.encode(), self.tail]
+        lines = [line for part in parts for line in part.decode(errors="replace").splitlines()]
+        text = "".join(f"[rank {self.rank}] {line}\n" for line in lines)
+        print(text, end="", file=getattr(sys, self.name))
 
 
 def _collect(ranks, end):
@@ -166,18 +235,73 @@ def _find_failure(ranks, deadline):
         return None
     states = {rank.number: ("had already returned",) * 2 for rank in returned}
     if not failed:
-        return RankFailed(f"no answer after {deadline} s: {where.sentence(_ask(waiting) | states)}")
+        return RankFailed(f"no answer after {deadline} s: {blame.sentence(_ask(waiting) | states)}")
     # The first failure is the cause. The other ranks only lost their neighbour.
     first = min(failed, key=lambda rank: (rank.failure.secondary, rank.failure.time))
     message = f"rank {first.number}{first.failure.message}"
     if first.failure.secondary and returned:
-        message += f", because {where.sentence(states)}"
+        message += f", because {blame.sentence(states)}"
         message += ": do all ranks call the same collectives, with tensors of the same size?"
     elif first.failure.secondary and waiting:
-        message += f"; {where.sentence(_ask(waiting))}"
+        message += f"; {blame.sentence(_ask(waiting))}"
     return RankFailed(message, first.failure.details)
 
 
 def _ask(ranks):
-    states = where.ask([rank.process for rank in ranks], [rank.stacks for rank in ranks])
+    states = blame.ask([rank.process for rank in ranks], [rank.stacks for rank in ranks])
     return {rank.number: state for rank, state in zip(ranks, states, strict=True)}
+
+
+# --- A rank, as it sees itself ---
+
+
+def rank_main(rank, world_size, payload, folder, deadline, group, sender, writers):
+    """Be one rank: join the group, call the function, send back its value or its error."""
+    os.setpgid(0, group)  # which ends with the notebook's kernel, and with it our children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook to handle
+    blame.listen(Path(folder, f"stacks_{rank}"))
+    for number, name, writer in ((1, "stdout", writers[0]), (2, "stderr", writers[1])):
+        os.dup2(writer.fileno(), number)  # so it gets also what C++ code writes
+        writer.close()
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False))
+    store = None
+    try:
+        fn, args, store = _begin(rank, world_size, payload, folder, deadline)
+        answer = _leave(fn(rank, world_size, *args))
+    except BaseException as error:
+        answer = describe(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # the function may have closed it
+            stream.flush()
+    sender.send(answer)
+    del store  # not before: it writes to its file, which fails where a file may not grow
+
+
+def _begin(rank, world_size, payload, folder, deadline):
+    """Join the process group; return the function, its arguments and the store."""
+    import torch
+    import torch.distributed as dist
+
+    fn, args, environment = unpickle(payload, "the function or one of its arguments")
+    os.environ.update(environment)  # the forkserver may be older than the notebook's changes
+    torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    torch.seed()  # forks of one process would all draw the same "random" numbers
+    loopback = network.loopback()
+    if loopback:  # all ranks are here: do not depend on the host's name or network
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
+    limit = timedelta(seconds=deadline)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.barrier()  # a rank that left before all have met would break the meeting
+    return fn, args, store
+
+
+def _leave(value):
+    """Leave the process group; return the value in pickled form."""
+    import torch.distributed as dist
+
+    answer = pickle(value, "the value that it returned")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return answer

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from nbtools import run
-from nbtools.wire import Wire
+from nbtools.record import Wire
 
 
 def solution(rank, world_size, images):

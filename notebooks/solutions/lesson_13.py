@@ -5,7 +5,7 @@ import lesson_13_tensor_and_hybrid as lesson
 import torch
 import torch.distributed as dist
 from nbtools import run
-from nbtools.wire import Wire
+from nbtools.record import Wire
 from torch import nn
 
 # --- Task 1: predict ---

@@ -8,7 +8,7 @@ import lesson_02_launch_ddp as lesson
 import pytest
 import torch
 from nbtools import run
-from nbtools.wire import Wire
+from nbtools.record import Wire
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel

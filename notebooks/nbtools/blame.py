@@ -1,4 +1,4 @@
-"""Where a rank is: the line of the reader's function, and what that function has called there."""
+"""Why a rank has failed, or where it waits, in one line."""
 
 import faulthandler
 import os
@@ -6,13 +6,79 @@ import re
 import signal
 import sysconfig
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
+
+import cloudpickle
+from lockstep import ending
 
 SIGNAL = signal.SIGUSR2
 NBTOOLS = str(Path(__file__).parent)
 LIBRARY = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 DECORATORS = {"wrapper", "decorate_context"}  # torch puts these between a call and the function
+
+
+class RankFailed(RuntimeError):
+    """One or more ranks raised, died, or did not finish. `details` has a rank's traceback."""
+
+    def __init__(self, message, details=""):
+        super().__init__(message)
+        self.details = details
+
+    def _render_traceback_(self):  # IPython asks for this: one line instead of a page
+        return [f"{type(self).__name__}: {self}"]
+
+
+# --- Why a rank has failed ---
+
+
+class Failure(NamedTuple):
+    """Why a rank has failed. A failure is secondary if it only tells that another rank is gone."""
+
+    time: float
+    secondary: bool
+    message: str  # follows the words "rank 0"
+    details: str = ""
+
+
+class NotSent(Exception):
+    """Something can't travel to another process."""
+
+
+def pickle(thing, name):
+    """Return `thing` as bytes; raises NotSent."""
+    try:
+        return cloudpickle.dumps(thing)
+    except Exception as error:
+        raise NotSent(f"{name} can't be pickled: {ending.reason(error)}") from error
+
+
+def unpickle(data, name):
+    """Return what was pickled; raises NotSent."""
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:
+        raise NotSent(f"{name} can't be unpickled: {ending.reason(error)}") from error
+
+
+def describe(error):
+    """Return the Failure of the rank that has caught `error`."""
+    stack = traceback.extract_tb(error.__traceback__)
+    place = find_place([(frame.filename, frame.lineno, frame.name) for frame in reversed(stack)])
+    lost = ending.tells(ending.LOST, error)
+    late = ending.tells(ending.LATE, error)
+    if isinstance(error, NotSent):
+        message = f": {error}"
+    elif lost and place:
+        message = f" lost its connection {place}"
+    else:
+        function, line = place[:2] if place else (stack[-1].name, stack[-1].lineno)
+        message = f": {ending.reason(error)} (in {function}, line {line})"
+    return Failure(time.monotonic(), lost or late, message, traceback.format_exc())
+
+
+# --- Where a rank is ---
 
 
 class Place(NamedTuple):
@@ -29,16 +95,6 @@ class Place(NamedTuple):
         return f"in {self.function}, line {self.line}"
 
 
-def listen(path):
-    """Let this process write its stacks to the file `path` when it gets SIGNAL, or aborts.
-
-    faulthandler can do that while C++ code runs, as in a collective; Python itself can't.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT)
-    faulthandler.enable(file)
-    faulthandler.register(SIGNAL, file)
-
-
 def find_place(frames):
     """Return the innermost place in the reader's code, or None if the stack has none.
 
@@ -46,7 +102,7 @@ def find_place(frames):
     """
     call, collective = "", False
     for file, line, function in frames:
-        if file.startswith(NBTOOLS + "/rank.py"):  # it has called the reader's function
+        if file == f"{NBTOOLS}/run.py":  # it has called the reader's function
             return None
         if not _is_library(file):
             return Place(function, line, call, collective)
@@ -60,6 +116,19 @@ def _is_library(file):
     if file.startswith("<") and not file.startswith(("<ipython-input", "<stdin>", "<string>")):
         return True
     return "/site-packages/" in file or file.startswith((NBTOOLS, *LIBRARY))
+
+
+# --- Asking a rank where it is ---
+
+
+def listen(path):
+    """Let this process write its stacks to the file `path` when it gets SIGNAL, or aborts.
+
+    faulthandler can do that while C++ code runs, as in a collective; Python itself can't.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    faulthandler.enable(file)
+    faulthandler.register(SIGNAL, file)
 
 
 def read_place(path):

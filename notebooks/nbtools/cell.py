@@ -1,0 +1,155 @@
+"""What a cell of a notebook calls: show source, show a number, judge an attempt, give a hint."""
+
+import contextlib
+import difflib
+import inspect
+import random
+import signal
+import socket
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+from nbtools.blame import RankFailed
+
+# --- Show the source of the lesson's functions: what you read is what runs ---
+
+
+def show(*things):
+    """Return the source of one or more functions, classes or files (a Path) as Markdown.
+
+    nbval compares it: when the script changes, the notebook turns red until it is executed again.
+    """
+    return _code("python", "\n\n\n".join(map(_source, things)))
+
+
+def show_difference(old, new):
+    """Return what has to change in the source of `old` to get that of `new`, as Markdown.
+
+    Lines that begin with `-` go, lines that begin with `+` come; all other lines stay.
+    """
+    before, after = _source(old).splitlines(), _source(new).splitlines()
+    lines = difflib.unified_diff(before, after, n=len(before) + len(after), lineterm="")
+    return _code("diff", "\n".join(list(lines)[3:]))  # without the names of files and the range
+
+
+def _source(thing):
+    return (thing.read_text() if isinstance(thing, Path) else inspect.getsource(thing)).rstrip()
+
+
+def _code(language, text):
+    from IPython.display import Markdown
+
+    return Markdown(f"```{language}\n{text}\n```")
+
+
+# --- Numbers that a run has measured ---
+
+
+class OutOfBounds(AssertionError):
+    """A measured number is not where the notebook says it must be."""
+
+
+def measured(value, low, high, digits=3):
+    """Return `value` as text, ≈0.412, with `digits` digits, if low <= value <= high.
+
+    Raises OutOfBounds if it is not, also for nan.
+
+    `pytest --nbval` compares the text of outputs. It is told (nbval_sanitize.cfg) to ignore the
+    digits that follow the sign ≈, and nothing else. So the reader sees the number, a machine that
+    differs in the third digit stays green, and the bound of the number stands in the cell.
+    """
+    value = float(value)
+    if not low <= value <= high:
+        raise OutOfBounds(f"measured {value:.{digits}g}, which is not from {low} to {high}")
+    return f"≈{value:,.0f}" if 10**digits <= abs(value) < 1e9 else f"≈{value:.{digits}g}"
+
+
+# --- Tasks: predict a number, build a function, repair a job ---
+
+
+def hint(check):
+    """Print the hint of the task that `check` judges: hint(tasks.check_rows_in_a_step)."""
+    solutions = sys.modules[check.__module__]
+    tasks = {its_check: name for name, (its_check, _) in solutions.TASKS.items()}
+    print(textwrap.fill(solutions.HINTS[tasks[check]], 88))
+
+
+class _TooLong(BaseException):
+    """The deadline has come. Not an Exception: an attempt that catches those must not catch it."""
+
+
+def judge(check, attempt, deadline=120):
+    """Return what `check` says about `attempt`, in one line.
+
+    It does not raise (but for an interrupt from the keyboard), and it ends: an attempt that runs
+    in this process is stopped at the deadline, one that runs on ranks by nbtools.run.
+
+    check(attempt) returns None when the attempt is right, else one sentence about what is wrong.
+    `attempt` is a number (task: predict), or a function (build, repair).
+
+    no guess yet        the number is still None
+    not attempted       the function raises NotImplementedError, here or on a rank
+    not yet: ...        what is wrong, also when the attempt raises, or has not finished after
+                        `deadline` seconds
+    correct
+    """
+    if attempt is None:
+        return "no guess yet: put a number in place of None, and run this cell again"
+    if isinstance(attempt, str):
+        return "not yet: a number is wanted, without quotation marks"
+    try:
+        with _time_limit(deadline):
+            problem = check(attempt)
+    except _TooLong:
+        problem = f"it had not finished after {deadline} s: does it wait for something?"
+    except RankFailed as error:
+        problem = str(error)  # "rank 1: ValueError: ..."
+    except (Exception, SystemExit) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return "correct"
+    lines = (problem.strip() or "it is wrong").splitlines()
+    if "NotImplementedError" in problem and "missing the required" not in problem:
+        return "not attempted"
+    # An error in a thread of nn.DataParallel has its reason at the end.
+    return f"not yet: {lines[-1] if 'Caught' in lines[0] else lines[0]}"
+
+
+@contextlib.contextmanager
+def _time_limit(seconds):
+    """Raise _TooLong in the block when `seconds` have passed (where signals can do that)."""
+    possible = hasattr(signal, "setitimer")
+    if not possible or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signal_number, frame):
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- Ports for those who have to name one ---
+
+
+def free_ports(count):
+    """Return `count` different ports of this machine on which nobody listens now.
+
+    They lie below those that the operating system gives away by itself (from 32768 on Linux, from
+    49152 on macOS). So no other program is given one of them before it is used.
+    """
+    ports = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports

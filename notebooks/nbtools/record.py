@@ -1,0 +1,271 @@
+"""What a run did: its collectives, the memory that autograd kept, and who did what when.
+
+Wire      the collectives that PyTorch calls, with their bytes
+Saved     how much memory autograd keeps between forward and backward
+record    what a rank does, as spans of time; the events here are what nbtools.pictures draws
+
+Ranks use this module, so it imports no matplotlib; and torch only when one of these is used: the
+notebooks of lessons 07 and 08 draw with another framework, and two in one process can crash it.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from typing import NamedTuple
+
+# --- Wire ---
+
+
+class Call(NamedTuple):
+    """One collective, and the first tensor that was given to it."""
+
+    name: str
+    kind: str
+    numbers: int
+    nbytes: int
+
+    def __str__(self):
+        return f"{self.name} of {self.numbers} {self.kind} = {self.nbytes} bytes"
+
+
+class Wire:
+    """Writes down every collective inside `with Wire() as wire`: `wire.calls`, a list of Call.
+
+    A call has the collective's name, and the type, the count of numbers and the bytes of the first
+    tensor that is given to it. For a broadcast and an all-reduce that is what a rank hands over
+    (for all_gather_into_tensor and reduce_scatter_tensor it is the output). It is not what a cable
+    carries.
+    """
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
+                if function.namespace == "c10d":  # PyTorch's library of collectives
+                    self.calls.append(_call(function, args))
+                return function(*args, **(kwargs or {}))
+
+        self._mode = Mode()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._mode.__exit__(*error)
+
+
+def _call(function, args):
+    """Return the Call of a collective with these arguments."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    name = function._schema.name.removeprefix("c10d::").rstrip("_")
+    kind = str(first.dtype).removeprefix("torch.")
+    return Call(name, kind, first.numel(), first.nbytes)
+
+
+# --- Saved ---
+
+
+class Saved:
+    """Counts what autograd keeps for backward inside `with Saved(...) as saved`.
+
+    saved.most: the most bytes that were kept at a time. Memory that two functions keep counts once,
+    and that of the tensors `there_anyway` (parameters, the batch) does not count.
+    """
+
+    def __init__(self, *there_anyway):
+        self.ignored = {_address(tensor) for tensor in there_anyway}
+        self.users = {}  # address of some memory: how many functions keep it
+        self.now = self.most = 0
+
+    def __enter__(self):
+        from torch.autograd.graph import saved_tensors_hooks
+
+        self._hooks = saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.get)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+
+class _Kept:
+    """A tensor that a function of autograd keeps, until autograd forgets it."""
+
+    def __init__(self, saved, tensor):
+        self.saved, self.tensor, self.address = saved, tensor, _address(tensor)
+        self.nbytes = 0 if self.address in saved.ignored else tensor.untyped_storage().nbytes()
+        users = saved.users.get(self.address, 0)
+        saved.users[self.address] = users + 1
+        if users == 0:
+            saved.now += self.nbytes
+            saved.most = max(saved.most, saved.now)
+
+    def get(self):
+        return self.tensor
+
+    def __del__(self):
+        self.saved.users[self.address] -= 1
+        if self.saved.users[self.address] == 0:
+            self.saved.now -= self.nbytes
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+# --- Events ---
+
+
+class Span(NamedTuple):
+    """Something that took time in one lane (a rank, a thread, a device)."""
+
+    lane: str
+    kind: str  # "compute", "send" or "wait"
+    name: str
+    begin: float  # seconds on a clock that all processes of this machine share
+    end: float
+    nbytes: int | None = None  # what the lane handed over, if it sent something
+
+
+class Message(NamedTuple):
+    """A tensor that went from one rank (or device) to another, in a step of the story."""
+
+    step: str
+    source: str
+    target: str
+    nbytes: int
+
+
+class Collective(NamedTuple):
+    """A collective that several ranks called together.
+
+    `nbytes` is what each of them handed in; with a `source`, as in a broadcast, only that one did.
+    """
+
+    step: str
+    name: str
+    ranks: tuple
+    nbytes: int
+    source: str | None = None
+
+
+class Recorder:
+    """Collects the spans of this rank. `calls` are the collectives, as Wire has them."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.spans = []
+        self.calls = []
+
+    @contextlib.contextmanager
+    def span(self, kind, name, nbytes=None, lane=None):
+        """Record the block as one span in this rank's lane."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            lane = lane or f"rank {self.rank}"
+            self.spans.append(Span(lane, kind, name, begin, time.monotonic(), nbytes))
+
+
+@contextlib.contextmanager
+def record(rank):
+    """Record what this rank does in the block; yields a Recorder, which is filled at its end.
+
+    From torch.profiler come DDP's forward, the functions of backward (lane "rank 0"), and gloo's
+    collectives, which run on threads of their own (lane "rank 0, gloo"). From `Wire` come the
+    bytes. Blocks that you mark with recorder.span(kind, name) are added as they are.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    recorder = Recorder(rank)
+    activities = [ProfilerActivity.CPU]
+    with _quiet(), profile(activities=activities, record_shapes=True) as profiler, Wire() as wire:
+        anchors = []
+        for _ in range(5):  # another process may run between the two clocks: take the best
+            before = time.monotonic()
+            with record_function("nbtools: anchor"):
+                pass
+            anchors.append((before, time.monotonic()))
+        yield recorder
+    recorder.calls = wire.calls
+    recorder.spans += _read_spans(rank, profiler.events(), anchors, wire.calls)
+    recorder.spans.sort(key=lambda span: span.begin)
+
+
+def _read_spans(rank, events, anchors, calls):
+    """Translate the profiler's events; its clock is shifted to time.monotonic().
+
+    `anchors`: when each mark began and ended by time.monotonic(). The shortest one is the best.
+    """
+    marks = [event.time_range.start / 1e6 for event in events if event.name == "nbtools: anchor"]
+    pairs = zip(anchors, sorted(marks), strict=True)
+    (begin, end), mark = min(pairs, key=lambda pair: pair[0][1] - pair[0][0])
+    shift = (begin + end) / 2 - mark
+    item_size = {call.numbers: call.nbytes // call.numbers for call in calls}
+    spans = []
+    for event in events:
+        lane, kind, nbytes, name = f"rank {rank}", "compute", None, _name(event)
+        if event.name.startswith("gloo:"):
+            numbers = math.prod(event.input_shapes[0])
+            nbytes = numbers * item_size.get(numbers, 0) or None
+            lane, kind = f"{lane}, gloo", "send"
+        if name:
+            begin, end = event.time_range.start / 1e6 + shift, event.time_range.end / 1e6 + shift
+            spans.append(Span(lane, kind, name, begin, end, nbytes))
+    return spans
+
+
+def _name(event):
+    """Return what an event of the profiler is called in a picture, or None if it is not drawn."""
+    prefix = "autograd::engine::evaluate_function: "
+    if event.name.startswith("gloo:"):
+        return event.name.removeprefix("gloo:")
+    if event.name == "DistributedDataParallel.forward":
+        return "forward"
+    if event.name.startswith(prefix):
+        return "backward: " + event.name.removeprefix(prefix).removeprefix("torch::autograd::")
+    if event.name.startswith("Optimizer.step"):
+        return "optimizer.step"
+    return None
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Keep the profiler's own lines off stderr: its C++ code writes two at each use."""
+    with open(os.devnull, "w") as nowhere:
+        keep = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(keep, 2)
+            os.close(keep)
+
+
+def waits(spans):
+    """Return `spans` and, in each rank's lane, the times in which it only waits for gloo.
+
+    A rank waits where one of its collectives runs, nothing of its own does, and it goes on
+    afterwards: between the last function of backward() and optimizer.step(), for example. Gaps
+    below 0.1 ms are left out: they are Python's, not gloo's.
+    """
+    found = list(spans)
+    for lane in {span.lane for span in spans if not span.lane.endswith(", gloo")}:
+        own = sorted((span.begin, span.end) for span in spans if span.lane == lane)
+        sends = [span for span in spans if span.lane == f"{lane}, gloo"]
+        for (_, idle), (busy, _) in itertools.pairwise(own):
+            overlap = [span for span in sends if span.begin < busy and span.end > idle]
+            if busy - idle > 1e-4 and overlap:
+                end = min(busy, max(span.end for span in overlap))
+                begin = max(idle, min(span.begin for span in overlap))
+                found.append(Span(lane, "wait", "waits for gloo", begin, end))
+    return sorted(found, key=lambda span: span.begin)
