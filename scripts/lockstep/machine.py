@@ -47,7 +47,7 @@ def main(arguments):
     own, flags = read_flags(parser, arguments)
     script = find_script(parser, own.what)
     if own.what == "doctor":
-        report.read_flags(flags)  # a mistake costs one line here, before anything is started
+        report.check(flags)
         flags = ["doctor", *flags]
     here, first = find_way(own)
     environment = without_another_job()

@@ -28,25 +28,13 @@ NOISE_MS = 1  # a machine that is busy with other things adds as much to a laten
 
 
 class Missing(Exception):
-    """Not all ranks came, or stayed. Arguments: {rank: what it has left here}, what is wrong."""
-
-    def row(self, world_size):
-        """Return the row that says who is missing; each rank has left the facts of its machine."""
-        here, why = self.args
-        missing = ", ".join(str(rank) for rank in range(world_size) if rank not in here)
-        places = {}
-        for rank, facts in here.items():
-            places.setdefault(facts["machine"], []).append(str(rank))
-        came = ", ".join(f"{' '.join(ranks)} on {machine}" for machine, ranks in places.items())
-        cure = "start it with the same command, and look at what its own machine says"
-        text = f"rank {missing} of {world_size} {why}; here: {came}"
-        return Row("ranks", "not ok", text, cure)
+    """Not all ranks have left a value in the store. Arguments: those that have, and in how long."""
 
 
 class Peers(NamedTuple):
     """All ranks that look for something together, and which of them this one is."""
 
-    store: dist.Store
+    store: dist.Store  # each rank has left the name of its machine there, at machine/RANK
     rank: int
     world_size: int
     timeout: int
@@ -59,9 +47,23 @@ class Peers(NamedTuple):
             self.store.wait(names, timedelta(seconds=seconds))
         except dist.DistStoreError:
             here = [rank for rank, name in enumerate(names) if self.store.check([name])]
-            here = {rank: json.loads(self.store.get(names[rank])) for rank in here}
-            raise Missing(here, f"not here after {seconds} s") from None
+            raise Missing(here, seconds) from None
         return [json.loads(text) for text in self.store.multi_get(names)]
+
+    def row_of(self, missing):
+        """Return the row that says who is missing, and where the others are."""
+        here, seconds = missing.args
+        lost = [rank for rank in range(self.world_size) if rank not in here]
+        came = self.store.check([f"machine/{rank}" for rank in lost])
+        why = "went away in the middle" if came else f"not here after {seconds} s"
+        places = {}
+        for rank in here:
+            machine = self.store.get(f"machine/{rank}").decode()
+            places.setdefault(machine, []).append(rank)
+        text = f"rank {in_words(lost)} of {self.world_size} {why}; here: "
+        text += ", ".join(f"{in_words(ranks)} on {machine}" for machine, ranks in places.items())
+        cure = "start it with the same command, and look at what its own machine says"
+        return Row("ranks", "not ok", text, cure)
 
     def cause(self, key, problem):
         """Return the problem of the rank that is the cause, or None if none has one.
@@ -76,6 +78,11 @@ class Peers(NamedTuple):
         return min(filter(None, problems), key=is_consequence, default=None)
 
 
+def in_words(ranks):
+    """Return the numbers of ranks, with commas between them."""
+    return ", ".join(map(str, ranks))
+
+
 def look_at_pairs(peers, facts):
     """Return (the facts of all ranks, a row for each pair); the same on each rank.
 
@@ -84,13 +91,9 @@ def look_at_pairs(peers, facts):
     listener, place = listen()
     with listener:
         everyone = peers.gather("here", {**facts, **place}, peers.timeout)
-        try:
-            problems = reach_all(everyone, min(peers.timeout, 5))
-            problems = peers.gather("reached", problems, 3 * peers.timeout)
-            return everyone, unreached(everyone, problems) or time_all(peers, everyone)
-        except Missing as missing:
-            here = {rank: everyone[rank] for rank in missing.args[0]}
-            raise Missing(here, "went away in the middle") from missing
+        problems = reach_all(everyone, min(peers.timeout, 5))
+        problems = peers.gather("reached", problems, 3 * peers.timeout)
+    return everyone, unreached(everyone, problems) or time_all(peers, everyone)
 
 
 def row_of(pair, everyone, state, text, remedy="", **facts):

@@ -48,13 +48,14 @@ def examine(peers):
     """Return (rows, whether this rank is to tell them)."""
     by_doctor = "LOCKSTEP_ENDS" in os.environ and "LOCKSTEP_NODES" not in os.environ
     rows = []
+    peers.store.set(f"machine/{peers.rank}", machines.my_name())
     try:
         if by_doctor:  # it has looked at the machine itself, and wants to know about its ranks
             folder = os.environ["LOCKSTEP_ENDS"]
             rows = [methods.meet(peers, method, folder) for method in methods.METHODS]
         everyone, found = pairs.look_at_pairs(peers, machines.my_facts(peers.world_size))
     except pairs.Missing as missing:
-        return [missing.row(peers.world_size)], peers.store.add("speaker", 1) == 1
+        return [peers.row_of(missing)], peers.store.add("speaker", 1) == 1
     if not by_doctor:
         rows = machines.compare(everyone)
         found.append(machines.not_tried(everyone))

@@ -20,6 +20,7 @@ listens, while the doctor runs, at the address that gloo would use, and tells a 
 # or broken: at the top they import only the standard library, and what of lockstep does the same,
 # and they use no syntax that is younger than Python 3.8.
 
+import importlib.util
 import json
 import os
 import signal
@@ -70,6 +71,14 @@ def read_flags(arguments):
     return parser.parse_args(arguments)
 
 
+def check(arguments):
+    """Leave, before `machine` starts ranks, if a flag is wrong or ranks can't start here."""
+    read_flags(arguments)
+    rows = [*machine.look_at(machine.look_at_python), *machine.look_at(machine.look_at_versions)]
+    if rows[0].state == "not ok" or importlib.util.find_spec("torch") is None:
+        sys.exit("\n".join(row.as_line() for row in rows if row.state == "not ok"))
+
+
 def interrupt(number, frame):
     """Handle a signal: leave through each `finally`, once."""
     for each in ending.WORDS:
@@ -104,19 +113,18 @@ class Report:
     def end(self):
         """Print what is to be done, or all as JSON; return the exit code."""
         wrong, limited, unknown = map(self.named, ("not ok", "limited", "unknown"))
+        last = "ok       all that is needed is here"
+        if limited:
+            last = f"limited  the course runs; look above for what does not: {'; '.join(limited)}"
+        if unknown:
+            last += f" (not known: {'; '.join(unknown)})"
+        if wrong:
+            last = f"not ok   {len(wrong)} to mend: {'; '.join(wrong)}"
         if self.as_json:
-            checks = [row.as_dict() for row in self.rows]
-            print(json.dumps({"ok": not wrong, "checks": checks}), flush=True)
-        elif wrong:
-            number = len(wrong.split("; "))
-            print(f"not ok   {number} to mend: {wrong}", flush=True)
-        else:
-            last = "ok       all that is needed is here"
-            if limited:
-                last = f"limited  the course runs; look above for what does not: {limited}"
-            print(last + (f" (not known: {unknown})" if unknown else ""), flush=True)
+            last = json.dumps({"ok": not wrong, "checks": [row.as_dict() for row in self.rows]})
+        print(last, flush=True)
         return 1 if wrong else 0
 
     def named(self, state):
         """Return the names of the checks that ended so."""
-        return "; ".join(row.check for row in self.rows if row.state == state)
+        return [row.check for row in self.rows if row.state == state]
