@@ -3,27 +3,17 @@
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import lesson_03_spawn_ddp
 import psutil
 import pytest
 from conftest import ENVIRONMENT, ROOT, finish, start_program
+from test_cluster import ROOT_ONLY
 from torch.nn.utils import parameters_to_vector
 
 TWO = ["bash", ROOT / "scripts" / "two_machines.sh"]
 MBIT, STEPS = 2, 4  # the slow cable: each of the steps takes two seconds
-
-
-def cannot_make_machines():
-    """Return whether this process may not make a network namespace."""
-    command = "unshare --net --uts --mount --pid --fork ip link add one type veth peer name two"
-    tools = all(map(shutil.which, ("unshare", "nsenter", "ip", "tc")))
-    return not tools or subprocess.run(command.split(), capture_output=True).returncode != 0
-
-
-ROOT_ONLY = pytest.mark.skipif(cannot_make_machines(), reason="needs root, and ip")
 
 
 def start(*arguments, **environment):

@@ -110,9 +110,14 @@ def submit(two, what, flags):
         text = text.replace(cores[0], f"#SBATCH --cpus-per-task={os.cpu_count()}")
     submitted, output = two.folder / "lesson.slurm", two.folder / "output"
     submitted.write_text(text)
-    flags = ["--wait", "--quiet", f"--output={output}", submitted, what, *flags]
     environment = two.environment() | {"LOCKSTEP_PYTHON": sys.executable}
-    job = two.machines[0].start("sbatch", *flags, env=environment)
-    code = job.wait()
+    enter, options = two.machines[0].enter, {"stdout": subprocess.PIPE, "text": True}
+    command = enter("sbatch", "--parsable", f"--output={output}", submitted, what, *flags)
+    job = subprocess.run(command, env=environment, **options).stdout.strip()
+    state = "PENDING" if job else "refused"
+    while state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+        time.sleep(0.2)  # (sbatch --wait looks after ten seconds, then after thirty)
+        facts = subprocess.run(enter("scontrol", "show", "job", job), **options).stdout
+        state, code = re.search(r"JobState=(\w+).*ExitCode=(\d+)", facts, re.DOTALL).groups()
     print(output.read_text() if output.exists() else "", end="")
-    return code
+    return int(code) if job else 1
