@@ -1,11 +1,12 @@
 """The doctor: what it finds in order, what it does not, and what it says to do."""
 
 import ast
-import importlib
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,11 +15,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, ROOT, finish, free_port, start_program, watch_ports
+import torch.distributed as dist
+from conftest import ENVIRONMENT, ROOT, finish, start_program, watch_ports
+from lockstep import lessons, needs, network
+from lockstep.doctor import machine, machines, methods, pairs, ranks, report
+from lockstep.doctor.row import Row
+from lockstep.two_machines.namespaces import PORT, TwoMachines
 
-sys.path.append(str(ROOT / "scripts"))
-doctor, ranks = map(importlib.import_module, ("doctor", "doctor_ranks"))
-net, memory = map(importlib.import_module, ("network", "memory"))
 STATES = ("ok       ", "limited  ", "not ok   ", "unknown  ")
 
 
@@ -28,13 +31,16 @@ def start(tmp_path, *flags, **environment):
     return start_program("bash", ROOT / "scripts" / "doctor.sh", *flags, env=environment)
 
 
+# --- On one machine ---
+
+
 def test_ranks_meet_by_each_method_and_each_pair_is_timed(tmp_path):
     process, open_ports = start(tmp_path, "--nproc=3", "--json"), set()
     threading.Thread(target=watch_ports, args=(process, open_ports)).start()
     run = finish(process)
     checks = {each["check"]: each for each in run.json["checks"]}
     assert (run.returncode, run.json["ok"], run.stderr) == (0, True, "")
-    assert [checks[f"meeting by {name}"]["state"] for name in doctor.METHODS.values()] == ["ok"] * 4
+    assert [checks[f"meeting by {name}"]["state"] for name in methods.METHODS] == ["ok"] * 4
     pairs = [each for each in checks.values() if "latency_ms" in each]
     assert [p["ranks"] for p in pairs if p["gb_per_s"] > 0] == [[0, 1], [0, 2], [1, 2]]
     assert {"Python", "versions", "torch", "backends", "GPUs", "cores", "interfaces"} <= set(checks)
@@ -52,12 +58,39 @@ def test_it_runs_where_torch_is_broken_and_says_what_to_do(tmp_path):
     assert lines[-1] == "not ok   1 to mend: torch"
 
 
+def imported_at_the_top(path):
+    """Return the modules that a file imports when it is imported, as their full names."""
+    tree = ast.parse(path.read_text(), feature_version=(3, 8))
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    either = [each for each in ast.walk(tree) if isinstance(each, ast.arg | ast.AnnAssign)]
+    either = [each for each in either if isinstance(each.annotation, ast.BinOp)]
+    assert not either or "__future__.annotations" in names, f"{path}: str | None needs Python 3.10"
+    return names
+
+
 def test_an_old_python_can_read_it_and_needs_no_package():
-    tree = ast.parse((ROOT / "scripts" / "doctor.py").read_text(), feature_version=(3, 8))
-    at_the_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [alias.name for node in at_the_top for alias in node.names]
-    assert not {"torch", "network", "memory", "doctor_ranks"} & set(names)
-    assert all(name in sys.stdlib_module_names or name == "Path" for name in names)
+    """Also what it imports of lockstep, and what that imports, and so on."""
+    seen, to_read = set(), ["lockstep.__main__", "lockstep.doctor.report"]
+    while to_read:
+        name = to_read.pop()
+        path = ROOT / "scripts" / f"{name.replace('.', '/')}.py"
+        if not path.exists():  # a name in a module
+            name = name.rpartition(".")[0]
+            path = ROOT / "scripts" / f"{name.replace('.', '/')}.py"
+        if name in seen:
+            continue
+        seen.add(name)
+        found = imported_at_the_top(path)
+        to_read += [each for each in found if each.startswith("lockstep.")]
+        others = {each.partition(".")[0] for each in found} - {"lockstep"}
+        assert others <= sys.stdlib_module_names, f"{path} imports {others}"
+    few = {"doctor.machine", "doctor.row", "ending", "flags", "needs", "network", "environment"}
+    assert {f"lockstep.{each}" for each in few} < seen
 
 
 def test_a_python_that_does_not_start_costs_one_line(tmp_path):
@@ -66,22 +99,56 @@ def test_a_python_that_does_not_start_costs_one_line(tmp_path):
     assert re.match("not ok   Python: LOCKSTEP_PYTHON=/nowhere/python .*unset it", run.stderr)
 
 
-PINS = dict(re.findall(r"(?m)^(\S+)==(\S+)", (ROOT / "requirements.txt").read_text()))
+PINS = {name: pin.partition("==")[2] for name, pin in lessons.pins().items()}
 DOCKER = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)  # its 64 MB
+GIVEN = {"LOCKSTEP_PYTHON": sys.executable}
 ETH7 = "GLOO_SOCKET_IFNAME=eth7"
+
+
+def installed(**versions):
+    """Return a function as metadata.version: all is as pinned, but for these; None: not there."""
+
+    def version(name):
+        found = {**PINS, **versions}[name]
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    return version
+
+
+ONLY_03 = installed(**{name: None for name in PINS if name not in lessons.find("03").packages})
+NO_TORCH = {"torch": None, "tensorflow": None}
 TROUBLES = [  # what is patched, with what; who looks at it; what is said
-    (sys, "version_info", (3, 10, 2), "python", "not ok", "install Python 3.11"),
-    (metadata, "version", {**PINS, "torch": "2"}.get, "versions", "not ok", "torch 2, .*setup.sh"),
-    (metadata, "version", {**PINS, "tensorflow": "1"}.get, "versions", "limited", "07 and 08"),
+    (sys, "version_info", (3, 10, 2), "python", "not ok", "3.10.2.*install Python 3.11"),
+    (metadata, "version", installed(torch="2"), "versions", "not ok", "torch 2, .*setup.sh 02$"),
+    (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
+    (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
+    (
+        metadata,
+        "version",
+        ONLY_03,
+        "versions",
+        "ok",
+        "4 packages.*: cloudpickle.*launcher installs",
+    ),
     (os, "getloadavg", lambda: (99.0, 0, 0), "cores", "limited", "load 99.0 -> .*too long"),
-    (memory, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
+    (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
+    (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
     (os, "statvfs", lambda path: DOCKER, "shared_memory", "limited", "0.067 GB.*--shm-size=1g"),
-    (net, "addresses_of", lambda n: ["127.0.1.1"], "host_name", "limited", f"ada is 127.*{ETH7}"),
-    (net, "addresses_of", lambda name: [], "host_name", "limited", f"ada is no address.*{ETH7}"),
+    (
+        network,
+        "addresses_of",
+        lambda n: ["127.0.1.1"],
+        "host_name",
+        "limited",
+        f"ada is 127.*{ETH7}$",
+    ),
+    (network, "addresses_of", lambda n: [], "host_name", "limited", f"ada is no address.*{ETH7}$"),
     (os, "environ", {"GLOO_SOCKET_IFNAME": "w9"}, "interfaces", "not ok", "IFNAME=w9.*unset it"),
-    (doctor.Path, "glob", lambda *path: [1], "gpus", "limited", "CPU build -> install the CUDA"),
+    (machine.Path, "glob", lambda *path: [1], "gpus", "limited", "CPU build -> install the CUDA"),
 ]
-ARGUMENTS = {"memory": [4], "gpus": [[], None], "shared_memory": [ROOT]}
+ARGUMENTS = {"cores": [2], "memory": [4], "gpus": [[], None], "shared_memory": [ROOT]}
 
 
 @pytest.mark.parametrize("owner, name, value, check, state, words", TROUBLES)
@@ -89,70 +156,226 @@ def test_each_trouble_is_named_with_its_cure(monkeypatch, owner, name, value, ch
     for variable in ("GLOO_SOCKET_IFNAME", "LOCKSTEP_PYTHON"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "ada")
-    monkeypatch.setattr(net, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.0.0.7"})
+    monkeypatch.setattr(machine, "count_cores", lambda: 3)
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.0.0.7"})
     monkeypatch.setattr(owner, name, value)
-    found = getattr(doctor, f"look_at_{check}")(*ARGUMENTS.get(check, []))
-    assert found["state"] == state
-    assert re.search(words, f"{found['text']} -> {found['remedy']}"), found
+    found = getattr(machine, f"look_at_{check}")(*ARGUMENTS.get(check, []))
+    assert found.state == state
+    assert re.search(words, f"{found.text} -> {found.remedy}"), found
 
 
-def test_a_rank_that_does_not_come_is_named_in_one_line():
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    place["GLOO_SOCKET_IFNAME"] = net.interface_of("127.0.0.1")
-    command = [sys.executable, ROOT / "scripts" / "doctor.py", "--timeout=20"]
-    here = [start_program(*command, env={**ENVIRONMENT, **place, "RANK": rank}) for rank in "02"]
-    runs = [finish(process) for process in here]
-    assert [(run.returncode, run.stderr) for run in runs] == [(1, "")] * 2
-    said = runs[0].stdout + runs[1].stdout
-    assert re.fullmatch(r"not ok   ranks: rank 1 of 3 not here after 20 s; here: 0 2 .*\n", said)
+def test_with_a_python_that_is_given_nobody_installs_what_is_missing(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PYTHON", sys.executable)
+    monkeypatch.setattr(metadata, "version", installed(tqdm=None))
+    found = machine.look_at_versions()
+    assert (found.state, found.remedy[-20:]) == (
+        "limited",
+        f"install {lessons.pins()['tqdm']}"[-20:],
+    )
 
 
-def facts(*addresses):
+def test_a_limit_of_a_job_is_seen_and_files_that_were_read_do_not_count(monkeypatch):
+    """Slurm and Kubernetes put a job into a control group; the limit may stand in one above it."""
+    files = {
+        "/proc/self/cgroup": "0::/slurm/job_7/step_0",
+        "/sys/fs/cgroup/slurm/job_7/memory.max": "4000000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.current": "3900000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.stat": "anon 7\ninactive_file 1000000000",
+        "/sys/fs/cgroup/slurm/cpu.max": "100000 100000",
+    }
+    monkeypatch.setattr(machine, "read", lambda path: files.get(str(path), ""))
+    monkeypatch.setattr(needs, "free_memory", lambda: 64e9)
+    assert machine.free_memory() == 1.1e9 and machine.count_cores() == 1
+
+
+def test_ranks_that_do_not_start_are_a_line_of_the_report(monkeypatch, tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'rank 1 failed: killed' >&2; exit 1")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (row,) = machine.look_at_ranks(2, 30)
+    assert row[:3] == ("ranks", "not ok", "rank 1 failed: killed")
+
+
+@pytest.mark.parametrize(
+    "states, code, line",
+    [
+        (["ok"], 0, "ok       all that is needed is here"),
+        (["limited", "ok", "unknown"], 0, "limited  the course runs; .*: c0 [(]not known: c2[)]"),
+        (["limited", "not ok", "not ok"], 1, "not ok   2 to mend: c1; c2"),
+    ],
+)
+def test_the_last_line_says_what_is_to_do(capsys, states, code, line):
+    here = report.Report(as_json=False)
+    here.tell(Row(f"c{number}", state, "text") for number, state in enumerate(states))
+    assert here.end() == code
+    assert re.fullmatch(line, capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bad_flags_cost_one_line_and_checking_flags_leaves_nothing(tmp_path, capsys, monkeypatch):
+    run = finish(start(tmp_path, "--nproc=0"))
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "8"})
+    for check in (report.main, report.check):
+        for flag in ("--nproc=x", "--timeout=0", "--nprocs=2"):
+            with pytest.raises(SystemExit, match="2"):
+                check([flag])
+            assert re.fullmatch(
+                r"doctor.sh: error: .*--(nproc|timeout).*\n", capsys.readouterr().err
+            )
+
+    def state():
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        return handlers, threading.active_count(), dict(os.environ)
+
+    before = state()
+    assert report.main(["--check", "--json"]) == 0 and state() == before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    process, end, family = start(tmp_path), time.monotonic() + 200, []
+    while len([each for each in family if "rank.py" in str(each.info["cmdline"])]) < 2:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+        children = {each.pid for each in psutil.Process(process.pid).children(recursive=True)}
+        family = [each for each in psutil.process_iter(["cmdline"]) if each.pid in children]
+    assert any((tmp_path / "tmp").iterdir())
+    os.killpg(process.pid, signal.SIGINT)
+    run = finish(process)
+    assert (run.returncode, run.stderr) == (130, "interrupted: all that was started has ended\n")
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# --- On several machines ---
+
+
+def facts(*addresses, **more):
+    """Return the facts of ranks on machines m0, m1, ... at these addresses."""
+    same = {"Python": "3.11", "torch": "2 for CPUs", "lessons": "a", "cores": 8, "troubles": []}
+    same |= {"GPUs": 0, "word": "w"}
     return [
-        {"machine": f"m{n}", "address": [address, 1], "interfaces": [f"eth{n}"], "word": "w"}
+        {**same, "machine": f"m{n}", "address": [address, 1], "interfaces": [f"eth{n}"]}
+        | {name: values[n] for name, values in more.items()}
         for n, address in enumerate(addresses)
     ]
 
 
+@pytest.mark.parametrize(
+    "fact, values, check, words",
+    [
+        ("Python", ["3.11", "3.12"], "Python", "3.11 on m0; 3.12 on m1 -> .*same Python"),
+        ("torch", ["2 for CUDA 13.0", "2 for CPUs"], "torch", "CUDA 13.0 on m0; 2 for CPUs on m1"),
+        ("GPUs", [8, 0], "GPUs", "8 for 1 ranks on m0; 0 for 1 ranks on m1 -> .*nvidia-smi"),
+        ("lessons", ["a", "b"], "lessons", "a on m0; b on m1 -> .*same lessons"),
+    ],
+)
+def test_machines_that_differ_are_not_ok(fact, values, check, words):
+    everyone = facts("10.0.0.1", "10.0.0.2", **{fact: values})
+    *about_machines, last = machines.compare(everyone)
+    assert [row.state for row in about_machines] == ["ok", "ok"]
+    assert (last.check, last.state) == (check, "not ok")
+    assert re.search(words, last.as_line())
+    assert machines.compare(facts("10.0.0.1", "10.0.0.2", GPUs=[8, 4]))[-1].state == "ok"
+
+
+def test_too_few_gpus_on_one_machine_are_not_ok():
+    everyone = facts(*["10.0.0.1"] * 4, GPUs=[2, 2, 1, 1])
+    for rank, one in enumerate(everyone):
+        one["machine"] = f"m{rank // 2}"
+    assert machines.compare(everyone)[-1].text == "2 for 2 ranks on m0; 1 for 2 ranks on m1"
+
+
+def test_troubles_of_each_machine_are_told_and_what_is_not_tried():
+    trouble = list(Row("memory", "limited", "little", "less"))
+    everyone = facts("10.0.0.1", "10.0.0.2", troubles=[[], [trouble]], GPUs=[1, 1])
+    lines = [row.as_line() for row in machines.compare(everyone)]
+    assert "limited  memory of m1: little -> less" in lines
+    assert re.match(
+        "unknown  nccl, Inf.*not tried: .*NCCL_DEBUG", machines.not_tried(everyone).as_line()
+    )
+
+
+def test_a_rank_that_does_not_come_or_goes_is_named_once():
+    store = dist.HashStore()
+    first, last = (pairs.Peers(store, rank, 3, 1) for rank in (0, 2))
+    store.set("machine/2", "ada")
+    store.set("here/2", "{}")
+    rows, speaks = ranks.examine(first)
+    assert speaks and re.fullmatch(
+        rf"rank 1 of 3 not here after 1 s; here: 0 on {socket.gethostname()}, 2 on ada",
+        rows[0].text,
+    )
+    assert not ranks.examine(last)[1]
+    store.set("machine/1", "bob")
+    assert first.row_of(pairs.Missing([0, 2], 9)).text.startswith("rank 1 of 3 went away")
+
+
+def test_the_cause_is_not_who_lost_a_connection_or_waited():
+    store = dist.HashStore()
+    for rank, problem in enumerate((None, '"Connection reset by peer"', '"timed out"', '"no lo"')):
+        store.set(f"end/{rank}", problem or "null")
+    assert pairs.Peers(store, 0, 4, 1).cause("end", None) == "no lo"
+
+
 def test_a_pair_that_does_not_connect_is_named_with_direction_and_cure():
+    """One for each two machines: of eight ranks on each, all 64 pairs say the same."""
     everyone = facts("10.0.0.1", "127.0.1.1", "10.0.0.3")
-    rows = ranks.unreached(everyone, [{"1": "refused"}, {}, {"0": "no answer", "1": "refused"}])
-    assert [row["ranks"] for row in rows] == [[0, 1], [0, 2], [1, 2]]
-    assert rows[0]["remedy"] == "on m1: export GLOO_SOCKET_IFNAME=eth1"
-    assert "rank 2 does not reach rank 0 at 10.0.0.1: no answer" in rows[1]["text"]
-    assert "let m2 reach m0" in rows[1]["remedy"]
+    everyone.append(everyone[0])  # rank 3 is on m0 as well
+    problems = [[[1, "refused"]], [], [[0, "no answer"], [1, "refused"]], [[1, "refused"]]]
+    rows = pairs.unreached(everyone, problems)
+    assert [row.facts["ranks"] for row in rows] == [[0, 1], [0, 2], [1, 2]]
+    assert rows[0].remedy == "on m1: export GLOO_SOCKET_IFNAME=eth1"
+    assert "rank 2 does not reach rank 0 at 10.0.0.1: no answer" in rows[1].text
+    assert "let m2 reach m0" in rows[1].remedy
 
 
 def test_another_rank_at_the_same_address_is_not_taken_for_the_right_one():
-    with net.listen_at("127.0.0.1") as listener:
-        threading.Thread(target=ranks.answer, args=(listener, "w"), daemon=True).start()
+    with network.listen_at("127.0.0.1") as listener:
+        threading.Thread(target=pairs.answer, args=(listener, "w"), daemon=True).start()
         peer = {"address": listener.getsockname(), "word": "w"}
-        assert ranks.try_to_reach(peer, 20) is None
-        assert ranks.try_to_reach(peer | {"word": "another"}, 20) == "somebody else answered"
+        assert pairs.reach_all([peer, {**peer, "word": "x"}], 20) == [[1, "somebody else answered"]]
 
 
 def test_slow_and_broken_pairs_are_bad_and_others_are_not():
     everyone = facts("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
     timed = {(0, 1): (0.1, 1.0), (0, 2): (0.1, 1.1), (0, 3): (0.1, 0.1), (1, 2): (9.0, 1.0)}
     timed |= {(1, 3): "timed out", (2, 3): None}
-    states = [row["state"] for row in ranks.judge_pairs(timed, everyone)]
+    states = [row.state for row in pairs.judge(timed, everyone)]
     assert states == ["ok", "ok", "not ok", "not ok", "not ok", "unknown"]
 
 
-@pytest.mark.parametrize("flag", ["--nproc=0", "--nproc=x", "--timeout=0", "--nprocs=2"])
-def test_a_bad_flag_costs_one_line(tmp_path, flag):
-    run = finish(start(tmp_path, flag))
-    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+def test_of_many_ranks_the_first_of_each_machine_are_timed():
+    everyone = [{"machine": f"m{rank // 4}"} for rank in range(12)]
+    assert pairs.chosen_pairs(everyone) == [(0, 4), (0, 8), (4, 8)]
+    assert pairs.chosen_pairs(everyone[:3]) == [(0, 1), (0, 2), (1, 2)]
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    process, end, family = start(tmp_path, "--nproc=2"), time.monotonic() + 200, []
-    while len(family) < 2 or not any((tmp_path / "tmp").iterdir()):
-        assert time.monotonic() < end and process.poll() is None
-        family = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    run = finish(process)
-    assert (run.returncode, run.stderr) == (130, "interrupted: all that was started has ended\n")
-    assert psutil.wait_procs(family, timeout=60)[1] == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+def cannot_make_machines():
+    """Return whether this process may not make two machines."""
+    command = "unshare --net --uts --mount --pid --fork ip link add one type veth peer name two"
+    tools = all(map(shutil.which, ("unshare", "nsenter", "ip")))
+    return not tools or subprocess.run(command.split(), capture_output=True).returncode != 0
+
+
+@pytest.mark.skipif(cannot_make_machines(), reason="needs root, and ip")
+def test_between_two_machines_its_advice_is_what_helps():
+    """As on Debian, the name of each machine is 127.0.1.1 for itself."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.14.0.1", "MASTER_PORT": str(PORT)}
+
+    def examine(two, **more):
+        command = [sys.executable, ROOT / "scripts" / "lockstep", "doctor", "--timeout=90"]
+        found = {**two.environment(), **place, **more}
+        enter = [each.enter(*command) for each in two.machines]
+        both = [start_program(*enter[n], env={**found, "RANK": str(n)}) for n in (0, 1)]
+        return [finish(process) for process in both]
+
+    with TwoMachines() as two:
+        for each in two.machines:
+            each.names(two.folder, own="127.0.1.1")
+        first, second = examine(two)
+        assert (first.returncode, second.returncode, second.stdout) == (1, 1, ""), first.stderr
+        advice = re.search("on machine1: export GLOO_SOCKET_IFNAME=(.*);", first.stdout)[1]
+        first, second = examine(two, GLOO_SOCKET_IFNAME=advice)
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stdout
+    assert "ok       rank 0 on machine0 - rank 1 on machine1" in first.stdout

@@ -17,7 +17,8 @@ def my_name():
     node = os.environ.get("GROUP_RANK", "0")
     if "LOCKSTEP_NODES" in os.environ:  # set by lockstep/machine.py
         return os.environ["LOCKSTEP_NODES"].split(",")[int(node)]
-    return f"{socket.gethostname()}/{node}"
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return socket.gethostname() + f"/{node}" * (not alone)
 
 
 def my_facts(world_size):
