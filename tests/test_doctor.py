@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, finish, start_program, watch_ports
-from lockstep import lessons, needs, network
+from lockstep import environment, lessons, needs, network
 from lockstep.doctor import machine, machines, methods, pairs, ranks, report
 from lockstep.doctor.row import Row
 from lockstep.two_machines.namespaces import PORT, TwoMachines
@@ -101,7 +101,7 @@ def test_a_python_that_does_not_start_costs_one_line(tmp_path):
 
 PINS = {name: pin.partition("==")[2] for name, pin in lessons.pins().items()}
 DOCKER = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)  # its 64 MB
-GIVEN = {"LOCKSTEP_PYTHON": sys.executable}
+DEBIAN = ["127.0.1.1"]  # the address of its own name, there
 ETH7 = "GLOO_SOCKET_IFNAME=eth7"
 
 
@@ -124,26 +124,20 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", installed(torch="2"), "versions", "not ok", "torch 2, .*setup.sh 02$"),
     (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
     (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
+    (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher installs"),
     (
-        metadata,
-        "version",
-        ONLY_03,
+        environment.Wanted,
+        "is_cut_off",
+        lambda self: True,
         "versions",
-        "ok",
-        "4 packages.*: cloudpickle.*launcher installs",
+        "not ok",
+        "wait.*setup.sh 02",
     ),
     (os, "getloadavg", lambda: (99.0, 0, 0), "cores", "limited", "load 99.0 -> .*too long"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
     (os, "statvfs", lambda path: DOCKER, "shared_memory", "limited", "0.067 GB.*--shm-size=1g"),
-    (
-        network,
-        "addresses_of",
-        lambda n: ["127.0.1.1"],
-        "host_name",
-        "limited",
-        f"ada is 127.*{ETH7}$",
-    ),
+    (network, "addresses_of", lambda n: DEBIAN, "host_name", "limited", f"ada is 127.*{ETH7}$"),
     (network, "addresses_of", lambda n: [], "host_name", "limited", f"ada is no address.*{ETH7}$"),
     (os, "environ", {"GLOO_SOCKET_IFNAME": "w9"}, "interfaces", "not ok", "IFNAME=w9.*unset it"),
     (machine.Path, "glob", lambda *path: [1], "gpus", "limited", "CPU build -> install the CUDA"),
@@ -266,7 +260,7 @@ def facts(*addresses, **more):
     [
         ("Python", ["3.11", "3.12"], "Python", "3.11 on m0; 3.12 on m1 -> .*same Python"),
         ("torch", ["2 for CUDA 13.0", "2 for CPUs"], "torch", "CUDA 13.0 on m0; 2 for CPUs on m1"),
-        ("GPUs", [8, 0], "GPUs", "8 for 1 ranks on m0; 0 for 1 ranks on m1 -> .*nvidia-smi"),
+        ("GPUs", [8, 0], "GPUs", "8 on m0 .ranks: 1.; 0 on m1 .ranks: 1. -> .*nvidia-smi"),
         ("lessons", ["a", "b"], "lessons", "a on m0; b on m1 -> .*same lessons"),
     ],
 )
@@ -283,7 +277,7 @@ def test_too_few_gpus_on_one_machine_are_not_ok():
     everyone = facts(*["10.0.0.1"] * 4, GPUs=[2, 2, 1, 1])
     for rank, one in enumerate(everyone):
         one["machine"] = f"m{rank // 2}"
-    assert machines.compare(everyone)[-1].text == "2 for 2 ranks on m0; 1 for 2 ranks on m1"
+    assert machines.compare(everyone)[-1].text == "2 on m0 (ranks: 2); 1 on m1 (ranks: 2)"
 
 
 def test_troubles_of_each_machine_are_told_and_what_is_not_tried():

@@ -90,7 +90,7 @@ def look_at_versions():
     A package that is absent is no fault, but for torch and numpy: each launcher installs what its
     lesson needs. With LOCKSTEP_PYTHON it does not.
     """
-    if environment.Wanted("all").is_cut_off():
+    if environment.Wanted("all").is_cut_off() and not os.environ.get("LOCKSTEP_PYTHON"):
         cure = f"wait if it runs now; else {install(lessons.TORCH)} goes on with it"
         return Row("versions", "not ok", "an installation into .venv was cut off", cure)
     wrong, absent = {}, []
@@ -246,23 +246,18 @@ def look_at_host_name():
         return Row("host name", "ok", here)
     interface = (network.outward() or ["THE_ONE_THAT_LEADS_TO_THE_OTHERS"])[0]
     text = here + ", where other machines do not find it"
-    cure = (
-        f"for one machine, nothing; for torchrun on several: export GLOO_SOCKET_IFNAME={interface}"
-    )
-    return Row("host name", "limited", text, cure)
+    cure = "for one machine, nothing; for torchrun on several: export GLOO_SOCKET_IFNAME="
+    return Row("host name", "limited", text, cure + interface)
 
 
 def look_at_interfaces():
-    """Say which there are, and whether the variables for gloo and TensorPipe name one of them."""
+    """Say which there are, and whether gloo is told to use one of them."""
     found = network.interfaces()
     text = ", ".join(f"{name} {address or '-'}" for name, address in found.items())
-    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        for name in filter(None, os.environ.get(variable, "").split(",")):
-            if not found.get(name):
-                cure = "set it to one of these, or unset it"
-                return Row("interfaces", "not ok", f"{variable}={name}; {text}", cure)
-    if not found:
-        return Row("interfaces", "unknown", "the system names none")
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if not found.get(name):
+            cure = "set it to one of these, or unset it"
+            return Row("interfaces", "not ok", f"GLOO_SOCKET_IFNAME={name}; {text}", cure)
     return Row("interfaces", "ok", text)
 
 
@@ -288,6 +283,6 @@ def look_at_ranks(nproc, timeout):
         process.terminate()
         process.wait()
     if output:
-        return [Row.from_dict(each) for each in json.loads(output)["checks"]]
+        return [Row.from_dict(each) for each in json.loads(output.splitlines()[-1])["checks"]]
     why = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
     return [Row("ranks", "not ok", why, "look at memory and load above, then run it again")]

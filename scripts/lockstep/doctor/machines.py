@@ -78,7 +78,9 @@ def compare_gpus(machines):
     have = {(ranks[0]["GPUs"] > 0, ranks[0]["GPUs"] >= len(ranks)) for ranks in machines.values()}
     if len(have) == 1:
         return []
-    each = [f"{ranks[0]['GPUs']} for {len(ranks)} ranks on {on}" for on, ranks in machines.items()]
+    each = [
+        f"{ranks[0]['GPUs']} on {name} (ranks: {len(ranks)})" for name, ranks in machines.items()
+    ]
     cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES where they lack, or take a smaller --nproc"
     return [Row("GPUs", "not ok", "; ".join(each), cure)]
 
