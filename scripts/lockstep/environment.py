@@ -76,13 +76,13 @@ class Wanted:
     def is_cut_off(self):
         """Return whether pip was ended in the middle of a package, or is in the middle of one now.
 
-        The last file that pip writes of a package is RECORD; and what it replaces has a name with ~
-        until the new package is there.
+        pip writes a package's INSTALLER after all its files and scripts; and what it replaces has a
+        name with ~ until the new package is there.
         """
         if not self.state.exists() or self.state.read_text() != "installing":
             return False
         packages = self.installed_in("/*.dist-info")
-        complete = all((package / "RECORD").exists() for package in packages)
+        complete = all((package / "INSTALLER").exists() for package in packages)
         return not packages or not complete or self.installed_in("/~*") != []
 
     def is_here(self):
