@@ -35,6 +35,13 @@ from site_events import write_player_data
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "CLAIMS.md", "CONTRIBUTING.md"]
+MENUS = {  # a page that stands in none of them is an error of Sphinx
+    "Running it": [
+        f"docs/{name}" for name in ("install", "several_machines", "doctor", "gpus", "security")
+    ],
+    "To play with": ["docs/cost_model", "docs/memory", "docs/player"],
+    "Behind the course": ["CLAIMS", "docs/house", "CONTRIBUTING"],
+}
 LANGUAGES = ["en", *sorted(path.name for path in (DOCS / "locale").glob("*") if path.is_dir())]
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".slurm": "bash"}
 # Lines of a translation's header that would change with every update, and tell nothing.
@@ -127,8 +134,7 @@ def read_parts():
 def contents(parts):
     """Return the tables of contents, which order the pages and make the site's menu."""
     menus = {part: [f"notebooks/{name}" for name, _ in all.values()] for part, all in parts.items()}
-    menus["To play with"] = [f"docs/{path.stem}" for path in sorted(DOCS.glob("*.md"))]
-    menus["Behind the course"] = ["CLAIMS", "CONTRIBUTING"]
+    menus |= MENUS
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"
         for title, pages in menus.items()

@@ -4,7 +4,5 @@
 #   bash scripts/site.sh --gettext     brings the translations up to date with the text
 #   bash scripts/site.sh --translated  says what is not translated
 # It has an environment of its own, .venv.site; LOCKSTEP_PYTHON is for the lessons.
-set -euo pipefail
-lockstep_for=site
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" site
 exec "$python" "$root/scripts/build_site.py" "$@"
