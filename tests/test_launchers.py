@@ -1,143 +1,691 @@
-"""Faults in a lesson that a launcher has started: the right rank, one line, nothing left behind."""
+"""How a lesson ends: nobody is left, and the right rank is blamed; over the ways of starting.
 
+What one way shares with another is tested in one place. All launchers go through run.watch(), so
+signals meet a tiny script; ranks of torchrun through rank.py, which needs no torch either.
+"""
+
+import ast
 import contextlib
+import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, ROOT
-
-RUN = [sys.executable, ROOT / "scripts" / "run_lesson.py"]
-TORCHRUN = [*RUN, ROOT / "scripts" / "torchrun.py"]
-
-FAULTY = """
-import os, signal, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import ENVIRONMENT, ROOT
+from lockstep import ending, lessons, ranks, run
+from lockstep.ending import End
 
-fault = sys.argv[1]
-if fault == "--check":
-    sys.exit(0)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-dist.barrier()
+DEADLINE = 60  # seconds within which no process of a job that has ended may be left
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
+PACKAGE = ROOT / "scripts" / "lockstep"
+INSIDE = [sys.executable, PACKAGE, "inside"]
+# run.start(HOW, SCRIPT, flags), as `lesson NN` calls it for the scripts of its table.
+WATCHED = "import sys; from lockstep import run; run.PATIENCE = 2; how, script, *flags = sys.argv"
+WATCHED += "[1:]; sys.exit(run.start(how, script, flags, run.on_this_machine_alone()))"
+WATCHED = [sys.executable, "-c", WATCHED]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Return options for Popen: a current folder, and in it one for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    options = {"stderr": subprocess.PIPE, "text": True}
+    return {"cwd": tmp_path, "env": surroundings(tmp_path), **options}
+
+
+def surroundings(folder):
+    """Return the environment in which a job of this file runs."""
+    paths = os.pathsep.join(str(ROOT / name) for name in ("scripts", "lessons"))
+    own = {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return ENVIRONMENT | own
+
+
+def temporary_files(folder):
+    """Return what is left, without what torch and Python keep for all runs of a user."""
+    names = [path.name for path in (folder / "tmp").iterdir()]
+    return [name for name in names if not name.startswith(("pymp-", "torchinductor_"))]
+
+
+def call(*command, **options):
+    """Run a command to its end; return (exit code, stderr)."""
+    command = [str(part) for part in command]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=200, **options)
+    return ended.returncode, ended.stderr
+
+
+# --- Nobody is left ---
+
+# Each writes a file ready_... when it is in the middle of its work.
+
+ONE_PROCESS = """
+import pathlib, subprocess, sys, tempfile, time
+child = "import pathlib, time; pathlib.Path('ready_child').touch(); time.sleep(1000)"
+if sys.argv[1:] == ["deaf"]:
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + child
+with tempfile.TemporaryDirectory():
+    try:
+        process = subprocess.Popen([sys.executable, "-c", child])
+        pathlib.Path("ready").touch()
+        time.sleep(1000)
+    finally:
+        time.sleep(0.5)  # a second signal would come now
+        process.terminate()
+"""
+IGNORES = """
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("ready").touch()
+time.sleep(1000)
+"""
+RANK = """
+import os, pathlib, signal, sys, tempfile, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with tempfile.TemporaryDirectory():
+    pathlib.Path("ready_" + os.environ["RANK"]).touch()
+    while not pathlib.Path("go_on").exists():
+        time.sleep(0.05)
+"""
+SPAWNED = """
+import os, time
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from types import SimpleNamespace
+import lesson_08_paddle_parallel_do as lesson
+
+def wait():
+    Path("ready").touch()
+    time.sleep(1000)
+
+def work():
+    lesson.import_paddle = lambda: None
+    lesson.paddle = SimpleNamespace(distributed=SimpleNamespace(init_parallel_env=wait))
+    os.environ["PADDLE_TRAINER_ID"] = "0"
+    lesson.worker(None, None, False)
+
+if __name__ == "__main__":
+    get_context("spawn").Process(target=work, daemon=True).start()
+    time.sleep(1000)
+"""
+
+
+class Job(NamedTuple):
+    """Something that runs until it is ended."""
+
+    process: subprocess.Popen
+    folder: Path
+
+    def family(self):
+        """Return what runs in the job's folder, also those whose parent has ended."""
+        found = psutil.process_iter(["cwd", "status"])
+        return [one for one in found if one.info["cwd"] == str(self.folder)]
+
+    def spawned(self):
+        """Return the processes that multiprocessing has started."""
+        with contextlib.suppress(psutil.Error):  # some come and go
+            return [one for one in self.family() if "spawn_main" in " ".join(one.cmdline())]
+        return []
+
+    def end(self):
+        """Return (exit code, lines on stderr, who is left, temporary files) when it has ended."""
+        self.process.wait(DEADLINE)
+        end = time.monotonic() + DEADLINE
+        while (left := self.family()) and time.monotonic() < end:
+            time.sleep(0.05)
+        stderr = "" if left else self.process.stderr.read()
+        return self.process.returncode, stderr.splitlines(), left, temporary_files(self.folder)
+
+
+@pytest.fixture
+def start(place):
+    """Return a function that starts a command and returns the Job, when `ready` says so of it."""
+    jobs = []
+
+    def start(command, ready):
+        command = [str(part) for part in command]
+        process = subprocess.Popen(command, start_new_session=True, **place)
+        job = Job(process, place["cwd"])
+        jobs.append(job)
+        end = time.monotonic() + 200
+        while not ready(job):
+            assert time.monotonic() < end and process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        return job
+
+    yield start
+    for job in jobs:
+        for one in job.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        job.process.communicate()
+
+
+@pytest.fixture
+def start_script(place, start):
+    """Return a function that starts a script, which says that it is ready by so many files."""
+
+    def start_script(command, script, files, *flags):
+        (place["cwd"] / "script.py").write_text(script)
+        return start(
+            [*command, "script.py", *flags],
+            lambda job: len(list(job.folder.glob("ready*"))) == files,
+        )
+
+    return start_script
+
+
+def inner(job):
+    """Return the second process of a launcher."""
+    return psutil.Process(job.process.pid).children()[0]
+
+
+WORD = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+
+@pytest.mark.parametrize("sign", WORD)
+def test_a_launcher_that_is_asked_to_end_says_one_line(start_script, sign):
+    """It is asked twice, and its whole group, as by Ctrl-C; one of its processes is deaf."""
+    job = start_script([*WATCHED, "itself"], ONE_PROCESS, 2, "deaf")
+    os.killpg(job.process.pid, sign)
+    time.sleep(0.2)
+    os.killpg(job.process.pid, sign)
+    line = f"{WORD[sign]}: all that was started has ended"
+    assert job.end() == (128 + sign, [line], [], [])
+
+
+def test_under_nohup_a_launcher_does_not_hear_that_the_terminal_has_gone(start_script):
+    nohup = ["bash", "-c", "trap '' HUP; exec \"$@\"", "nohup"]
+    job = start_script([*nohup, *WATCHED, "itself"], ONE_PROCESS, 2)
+    os.killpg(job.process.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    job.process.terminate()
+    assert job.end()[:2] == (143, ["terminated: all that was started has ended"])
+
+
+def test_a_lesson_that_does_not_end_when_it_is_asked_is_killed(start_script):
+    job = start_script([*WATCHED, "itself"], IGNORES, 1)
+    job.process.terminate()
+    assert job.end() == (143, ["terminated: all that was started has ended"], [], [])
+
+
+def test_a_lesson_that_is_killed_takes_its_processes_with_it(start_script):
+    job = start_script([*WATCHED, "itself"], ONE_PROCESS, 2, "deaf")
+    inner(job).kill()
+    code, lines, left, _ = job.end()
+    assert (code, lines, left) == (137, ["the lesson was killed by SIGKILL"], [])
+
+
+@LINUX
+def test_a_launcher_that_is_killed_leaves_nobody_and_no_file(start_script):
+    job = start_script([*WATCHED, "itself"], ONE_PROCESS, 2)
+    job.process.kill()
+    assert job.end() == (-9, [], [], [])
+
+
+def test_under_torchrun_nobody_is_left_and_the_next_run_passes(start_script, place):
+    job = start_script([*WATCHED, "torchrun"], RANK, 2)
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.end() == (130, ["interrupted: all that was started has ended"], [], [])
+    (place["cwd"] / "go_on").touch()
+    assert call(*WATCHED, "torchrun", "script.py", **place) == (0, "")
+
+
+@LINUX
+def test_under_torchrun_no_rank_outlives_a_torchrun_that_was_killed(start_script):
+    job = start_script([*WATCHED, "torchrun"], RANK, 2)
+    inner(job).kill()
+    code, lines, left, _ = job.end()
+    assert (code, lines, left) == (137, ["the lesson was killed by SIGKILL"], [])
+
+
+ORPHAN = """
+import os, signal, time
+from pathlib import Path
+parent = os.environ.get("LOCKSTEP_PARENT")
+if parent and os.environ["ORPHAN"] in Path("/proc/self/cmdline").read_text():
+    if os.environ.get("RANK", "0") == "0":
+        os.kill(int(parent), signal.SIGKILL)
+    while os.getppid() == int(parent):
+        time.sleep(0.01)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("how, orphan", [("itself", "inside"), ("torchrun", "rank.py")])
+def test_who_starts_while_its_parent_is_killed_does_not_begin(place, start, how, orphan):
+    """Linux tells nobody of a parent that has ended before it was asked to."""
+    (place["cwd"] / "sitecustomize.py").write_text(ORPHAN)
+    place["env"] |= {"ORPHAN": orphan, "PYTHONPATH": f"{place['cwd']}:{place['env']['PYTHONPATH']}"}
+    (place["cwd"] / "script.py").write_text("open('begun', 'w')")
+    job = start([*WATCHED, how, "script.py"], lambda job: True)
+    code, _, left, _ = job.end()
+    assert (code, left) == (-9 if how == "itself" else 137, [])
+    assert not (place["cwd"] / "begun").exists()
+
+
+@LINUX
+def test_a_lesson_that_spawns_its_ranks_leaves_nobody(start):
+    """Nor a data loader's worker that asks who its parent is when its rank has already gone.
+
+    That is the first worker of a rank, at the moment when the second one is started.
+    """
+    command = ["bash", ROOT / "scripts" / "lesson_03.sh", "--steps=999999", "--workers=2"]
+    job = start(command, lambda job: len(job.spawned()) == 6)  # two ranks, two workers of each
+    job.process.kill()
+    code, _, left, files = job.end()
+    assert (code, left, files) == (-9, [], [])
+
+
+@LINUX
+def test_a_lesson_that_spawns_its_ranks_and_is_run_without_a_launcher_leaves_nobody(start):
+    """Lessons 10 and 11 start their ranks by the same two functions, to the letter."""
+
+    def have_met(job):
+        ranks = job.spawned()
+        return len(ranks) == 2 and all(rank.net_connections("tcp") for rank in ranks)
+
+    copies = {number: functions(number, "launch_job", "run") for number in ("09", "10", "11")}
+    assert copies["09"] == copies["10"] == copies["11"]
+    job = start([sys.executable, script_of("09"), "--steps=1000000"], have_met)
+    job.process.kill()
+    code, _, left, _ = job.end()
+    assert (code, left) == (-9, [])
+
+
+def script_of(number):
+    return lessons.find(number).script
+
+
+def functions(number, *names):
+    """Return the source of these functions of a lesson's script."""
+    source = script_of(number).read_text()
+    defined = {node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
+    return [ast.get_source_segment(source, defined[name]) for name in names]
+
+
+def test_paddles_workers_end_with_the_script_that_has_started_them(start_script):
+    """In place of Paddle there is one that waits: its import takes long, and does not matter."""
+    job = start_script([sys.executable], SPAWNED, 1)
+    assert len(job.spawned()) == 1
+    job.process.kill()
+    code, _, left, _ = job.end()
+    assert (code, left) == (-9, [])
+
+
+# --- The right rank is blamed: by what the ranks have written down ---
+
+
+class Failure(NamedTuple):
+    """What torchrun says of the process of a rank that has failed: exit code, and when."""
+
+    exitcode: int
+    timestamp: int = 0
+
+
+def ended(rank, reason=None, time=0.0, **consequence):
+    """Return {rank: its End}, by default that of a rank which came to its end."""
+    of_whom = consequence.pop("of", rank)
+    return {
+        rank: End(
+            **{"lost": False, "late": False} | consequence, time=time, rank=of_whom, reason=reason
+        )
+    }
+
+
+def lost(rank, time=0.0):
+    return ended(rank, "RuntimeError: Connection closed by peer", time, lost=True)
+
+
+RAISED = ended(1, "ValueError: no such digit", time=5.0)
+LATE = ended(1, "RuntimeError: Timed out", time=5.0, late=True)
+BY_TORCHRUN = Failure(-15)
+# name: (what torchrun saw, in its order; what the ranks wrote down; what is said of which rank)
+RECORDED = {
+    "raises": ({1: Failure(1), 0: BY_TORCHRUN}, RAISED, "1: ValueError: no such digit"),
+    "who lost it ended before": (
+        {0: Failure(1), 1: Failure(1)},
+        RAISED | lost(0),
+        "1: ValueError: no such digit",
+    ),
+    "who waited ended before": (
+        {0: Failure(1), 1: Failure(1)},
+        ended(0, "RuntimeError: Timed out", late=True) | RAISED,
+        "1: ValueError: no such digit",
+    ),
+    "all raise": (
+        {0: Failure(1), 1: Failure(1)},
+        ended(0, "KeyError: 3", 6.0) | RAISED,
+        "1: ValueError: no such digit",
+    ),
+    "all have been told": (
+        {0: Failure(1), 1: Failure(1)},
+        ended(0, "no such file", of=1) | ended(1, "no such file", 1.0),
+        "1: no such file",
+    ),
+    "is killed": ({1: Failure(-9), 0: BY_TORCHRUN}, lost(0), "1: killed by SIGKILL"),
+    "is killed, and another leaves": (
+        {0: Failure(1), 1: Failure(-9)},
+        lost(0),
+        "1: killed by SIGKILL",
+    ),
+    "aborts": ({0: Failure(-6), 1: Failure(1)}, lost(1), "0: killed by SIGABRT"),
+    "is terminated": ({1: Failure(-15), 0: Failure(-15)}, {}, "1: killed by SIGTERM"),
+    "is terminated and cleans up": ({1: Failure(143), 0: Failure(143)}, {}, "1: killed by SIGTERM"),
+    "the others clean up": (
+        {1: Failure(1), 0: Failure(143), 2: Failure(-15)},
+        RAISED,
+        "1: ValueError: no such digit",
+    ),
+    "another is deaf": (  # torchrun kills it after 30 seconds
+        {1: Failure(1, 100), 0: Failure(-9, 130)},
+        RAISED,
+        "1: ValueError: no such digit",
+    ),
+    "os._exit": ({1: Failure(3), 0: BY_TORCHRUN}, lost(0), "1: exit code 3"),
+    "sys.exit with a code": ({1: Failure(3), 0: BY_TORCHRUN}, ended(1), "1: exit code 3"),
+    "FAIL while another waits": (
+        {1: Failure(1), 0: Failure(1)},
+        ended(1) | lost(0),
+        "1: exit code 1",
+    ),
+    "FAIL": ({0: Failure(1), 1: Failure(1)}, ended(0) | ended(1), None),
+    "refuses its flags": ({0: Failure(2), 1: BY_TORCHRUN}, ended(0), None),
+    "does not come": (
+        {0: Failure(1), 1: Failure(1)},
+        LATE | lost(0),
+        "1: RuntimeError: Timed out (it waited for another rank, which did not come)",
+    ),
+    "returned early": (
+        {1: Failure(1), 2: Failure(1)},
+        ended(0) | lost(1, 1.0) | lost(2, 2.0),
+        "1: it lost the connection to another rank; rank 0 had already returned",
+    ),
+    "nobody says why": (
+        {0: Failure(1), 1: Failure(1)},
+        lost(0, 2.0) | lost(1, 1.0),
+        "1: it lost the connection to another rank; nobody knows why",
+    ),
+}
+
+
+@pytest.mark.claim("B7")
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_cause_is_told_from_its_consequences(name):
+    failures, ends, line = RECORDED[name]
+    said = ending.explain(ending.own_exit_codes(failures), ends)
+    assert said == (line and "rank " + line.replace(":", " failed:", 1))
+
+
+def test_a_rank_that_was_lost_on_another_machine_is_explained_there():
+    said = ending.explain({0: 1}, lost(0), on_several_machines=True)
+    assert said == "rank 0 failed: it lost a rank of another machine, which says why"
+
+
+def fail_with(*lines):
+    error = ValueError("\n".join(lines))
+    error.add_note("a note")
+    return error
+
+
+BY_PEER = "[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+SIZES = "[/src/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 2000 vs 1000. "
+SIZES += "Received data size doesn't match expected size. Is there a collective mismatch?"
+
+
+def test_a_reason_is_one_line_in_plain_words():
+    assert ending.reason(fail_with("no such digit", "second line")) == "ValueError: no such digit"
+    assert ending.reason(RuntimeError(BY_PEER)) == (
+        "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
+    )
+    assert "2000 bytes came where 1000 were expected" in ending.reason(RuntimeError(SIZES))
+    assert len(ending.reason(ValueError("x" * 5000))) == 300
+    with pytest.raises(SyntaxError) as error:
+        compile("x =", "script.py", "exec")
+    assert ending.reason(error.value) == "SyntaxError: invalid syntax"
+
+
+def test_only_torch_distributed_tells_of_a_neighbour():
+    assert ending.tells(ending.LOST, RuntimeError(BY_PEER))
+    assert not ending.tells(ending.LOST, BrokenPipeError(32, "Broken pipe"))
+    assert not ending.tells(ending.LATE, ValueError("timeout must be positive"))
+
+
+# --- The right rank is blamed: for real ---
+
+# Ranks that need no torch. What is waited for never comes: torchrun has to end who waits.
+FAULTY = """
+import os, signal, sys, threading, time
+fault, rank = sys.argv[1], int(os.environ["RANK"])
 if fault == "raises" and rank == 1:
     raise ValueError("no such digit\\nsecond line")
-if fault == "exits" and rank == 1:
+if fault == "raises later" and rank == 1:
+    time.sleep(1)
+    raise ValueError("no such digit")
+if fault == "raises later" and rank == 0:
+    raise RuntimeError("Connection closed by peer")
+if fault == "times out" and rank == 1:
+    raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+if fault == "leaves" and rank == 1:
     os._exit(3)
+if fault == "exits" and rank == 1:
+    sys.exit(3)
 if fault == "is killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if fault == "disk" and rank == 2:
-    sys.exit("rank 2: no space")
+if fault == "is killed" and rank == 0:
+    raise RuntimeError("Connection closed by peer")
+if fault == "says why" and rank == 2:
+    sys.exit("a line before\\nrank 2: no space")
 if fault == "all have been told":
     time.sleep(rank == 1)
     sys.exit("rank 1: no such file")
+if fault == "says nothing" and rank == 1:
+    sys.exit("")
 if fault == "returns early" and rank == 0:
     sys.exit(0)
+if fault == "returns early":
+    raise RuntimeError("Connection closed by peer")
 if fault in ("is ended", "is ended and cleans up") and rank == 1:
     if fault == "is ended and cleans up":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(1000)
-if fault == "does not come":
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    if rank == 1:
-        time.sleep(1000)
-    dist.barrier(group)
-if fault == "waits":
-    Path(f"ready_{rank}").touch()
-    time.sleep(1000)
-dist.barrier()
+if fault == "bad flag":
+    sys.exit(2)
+if fault == "nobody reads" and rank == 1:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    print("a result")
+    sys.exit()
+if fault == "still has a thread":
+    threading.Thread(target=lambda: time.sleep(1) or open(f"saved_{rank}", "w")).start()
+    sys.exit()
+time.sleep(1000)
 """
 FAULTS = {
     "raises": "rank 1 failed: ValueError: no such digit",
+    "raises later": "rank 1 failed: ValueError: no such digit",
+    "times out": "rank 1 failed: RuntimeError: Timed out waiting 3000ms for recv operation to"
+    " complete (it waited for another rank, which did not come)",
+    "leaves": "rank 1 failed: exit code 3",
     "exits": "rank 1 failed: exit code 3",
     "is killed": "rank 1 failed: killed by SIGKILL",
-    "disk": "rank 2 failed: no space",
+    "says why": "rank 2 failed: no space",
     "all have been told": "rank 1 failed: no such file",
+    "says nothing": "rank 1 failed: sys.exit() without a word",
+    "returns early": "it lost the connection to another rank; rank 0 had already returned",
     "is ended": "rank 1 failed: killed by SIGTERM",
     "is ended and cleans up": "rank 1 failed: killed by SIGTERM",
-    "does not come": "(it waited for another rank, which did not come)",
-    "returns early": "it lost the connection to another rank; rank 0 had already returned",
+    "nobody reads": "rank 1 failed: BrokenPipeError: [Errno 32] Broken pipe",
 }
+# One start of torch, and for each fault a copy of it that starts three ranks; all at a time.
+ALL_FAULTS = """
+import json, os, sys
+import torch.distributed.launch, torch.distributed.run
+from lockstep import inside
+
+launchers = {}
+for fault in sys.argv[1:]:
+    launchers[fault] = os.fork()
+    if launchers[fault] == 0:
+        os.dup2(os.open(f"stderr of {fault}", os.O_CREAT | os.O_WRONLY), 2)
+        sys.exit(inside.main(["torchrun", "faulty.py", "--nproc=3", fault]))
+codes = {
+    fault: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for fault, pid in launchers.items()
+}
+print(json.dumps(codes))
+"""
 
 
-@pytest.fixture
-def faulty(tmp_path):
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path / "tmp")}
-    return {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "text": True}
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Return {fault: (exit code of its launcher, lines on stderr)}, and the folder."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "tmp").mkdir()
+    (folder / "faulty.py").write_text(FAULTY)
+    environment = surroundings(folder)
+    command = [sys.executable, "-c", ALL_FAULTS, *FAULTS, "bad flag", "still has a thread"]
+    output = subprocess.check_output(command, cwd=folder, env=environment, timeout=300)
+    said = {
+        fault: (code, (folder / f"stderr of {fault}").read_text().splitlines())
+        for fault, code in json.loads(output).items()
+    }
+    return said, folder
 
 
 @pytest.mark.claim("B7")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_under_torchrun_the_rank_that_is_the_cause_is_named_in_one_line(faulty, fault):
-    run = subprocess.run([*TORCHRUN, "faulty.py", "--nproc=3", fault], timeout=200, **faulty)
-    assert run.returncode == 1
-    (line,) = run.stderr.splitlines()
-    assert line.endswith(FAULTS[fault])
-    assert list((faulty["cwd"] / "tmp").iterdir()) == []
+def test_under_torchrun_the_rank_that_is_the_cause_is_named_in_one_line(launched, fault):
+    code, (line,) = launched[0][fault]
+    assert code == 1 and line.endswith(FAULTS[fault])
 
 
-def test_verbose_shows_the_traceback_as_well(faulty):
-    command = [*TORCHRUN, "faulty.py", "raises", "--verbose"]
-    run = subprocess.run(command, timeout=200, **faulty)
-    assert "in <module>\n" in run.stderr and "second line" in run.stderr
-    assert run.stderr.splitlines()[-1] == FAULTS["raises"]
+def test_under_torchrun_a_refused_flag_and_a_good_end_say_nothing_more(launched):
+    said, folder = launched
+    assert said["bad flag"] == (2, [])
+    assert said["still has a thread"] == (0, [])
+    assert len(list(folder.glob("saved_*"))) == 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL needs Linux's parent-death signal")
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_is_ended_takes_its_ranks_with_it(faulty, sign):
-    """The signal comes as from a terminal, to the whole process group; SIGKILL to one process."""
-    command = [*TORCHRUN, "faulty.py", "waits"]
-    launcher = subprocess.Popen(command, start_new_session=True, **faulty)
-    end, family = time.monotonic() + 120, []
-    try:
-        while len(list(faulty["cwd"].glob("ready_*"))) < 2:
-            assert time.monotonic() < end and launcher.poll() is None
-            time.sleep(0.1)
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(family) >= 3
-        os.killpg(launcher.pid, sign)
-        assert launcher.wait(60) == (-9 if sign == signal.SIGKILL else 128 + sign)
-        assert psutil.wait_procs(family, timeout=60)[1] == []
-        assert list((faulty["cwd"] / "tmp").iterdir()) == []
-        words = {signal.SIGINT: ["interrupted"], signal.SIGTERM: ["terminated"]}.get(sign, [])
-        assert [line.split(":")[0] for line in launcher.stderr.read().splitlines()] == words
-    finally:
-        for process in [launcher, *family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        launcher.communicate()
+def test_under_torchrun_a_rank_that_has_failed_leaves_nobody(launched):
+    folder = launched[1]
+    assert Job(None, folder).family() == [] and temporary_files(folder) == []
 
 
-PARENT = """
-import subprocess, sys
-subprocess.run([sys.executable, "-c", "open('ready', 'w'); import time; time.sleep(1000)"])
+LOSES_ITS_NEIGHBOUR = """
+import time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.barrier()
+dist.destroy_process_group()  # now rank 0 loses rank 1 ...
+time.sleep(1)
+raise ValueError("no such digit\\nsecond line")  # ... and only later it is seen why
 """
 
 
-def test_ctrl_c_costs_one_line_although_a_child_is_busy(tmp_path):
-    """The child hears nothing of the interrupt, so it prints no traceback; it is ended."""
-    script = tmp_path / "script.py"
-    script.write_text(PARENT)
-    options = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    launcher = subprocess.Popen([*RUN, script], **options)
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.05)
-    family = psutil.Process(launcher.pid).children(recursive=True)
-    os.killpg(launcher.pid, signal.SIGINT)
-    stderr = launcher.communicate(timeout=60)[1]
-    assert (launcher.returncode, stderr) == (130, "interrupted: all that was started has ended\n")
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+def test_under_torchrun_who_loses_a_neighbour_over_gloo_waits_for_the_cause(place):
+    """And with --verbose the traceback is shown as well."""
+    (place["cwd"] / "script.py").write_text(LOSES_ITS_NEIGHBOUR)
+    code, stderr = call(*WATCHED, "torchrun", "script.py", "--verbose", **place)
+    *lines, last = stderr.splitlines()
+    assert (code, last) == (1, "rank 1 failed: ValueError: no such digit")
+    assert "second line" in lines and any(ending.LOST.search(line) for line in lines), stderr
+
+
+# --- Ranks that a lesson starts itself ---
+
+SAID = {
+    "-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
+    '  File "spawn.py", line 87, in _wrap\n    fn(i, *args)\n'
+    '  File "lesson.py", line 6, in f\n    raise ValueError("no such row\\nsecond line")\n'
+    "         ^^^^^^\nValueError: no such row\nsecond line\n": "ValueError: no such row",
+    "process 1 terminated with signal SIGKILL": "process 1 terminated with signal SIGKILL",
+}
+
+
+@pytest.mark.claim("B7")
+@pytest.mark.parametrize("number", ["03", "09", "10", "11"])
+@pytest.mark.parametrize("error", [mp.ProcessRaisedException, mp.ProcessExitedException])
+def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, number, error):
+    """Recorded errors; for real, below, mp.spawn raises them for the right rank."""
+    lesson = importlib.import_module(script_of(number).stem)
+    text = list(SAID)[error is mp.ProcessExitedException]
+    more = {"signal_name": "SIGKILL", "exit_code": -9} if "SIGKILL" in text else {}
+    launch_job = mock.Mock(side_effect=error(text, error_index=1, error_pid=0, **more))
+    monkeypatch.setattr(lesson, "launch_job", launch_job)
+    with pytest.raises(SystemExit) as stop:
+        lesson.main() if number == "03" else lesson.main([])
+    assert stop.value.code.splitlines()[-1] == f"rank 1 failed: {SAID[text]}"
+
+
+def fail_on_rank_1(rank, how):
+    """Be a rank of a job in which rank 1 fails and the others wait for it."""
+    if rank == 1 and how == "raises":
+        raise ValueError("no such row")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail_in_03(rank, world_size, device):
+    fail_on_rank_1(rank, "is killed")
+
+
+def fail_in_09(cfg):
+    fail_on_rank_1(dist.get_rank(), "raises")
+
+
+@pytest.mark.claim("B7")
+@pytest.mark.parametrize(
+    "number, arguments, error, line",
+    [
+        ("03", (fail_in_03, 2), mp.ProcessExitedException, "terminated with signal SIGKILL"),
+        (
+            "09",
+            (SimpleNamespace(nproc=2), fail_in_09),
+            mp.ProcessRaisedException,
+            "ValueError: no such row",
+        ),
+    ],
+)
+def test_a_spawned_rank_that_fails_ends_the_job(number, arguments, error, line):
+    lesson = importlib.import_module(script_of(number).stem)
+    start = time.monotonic()
+    with pytest.raises(error) as raised:
+        lesson.launch_job(*arguments)
+    assert raised.value.error_index == 1 and line in str(raised.value).splitlines()[-1]
+    assert time.monotonic() - start < 100  # the group's own timeout is two minutes
+    family = psutil.Process().children(recursive=True)
+    assert [one for one in family if "spawn_main" in " ".join(one.cmdline())] == []
+
+
+# --- What a launcher says of a script, and when it is interrupted in a bad moment ---
+
+
+@pytest.mark.parametrize("verbose", ["0", "1"])
+@pytest.mark.parametrize(
+    "how", ["raise OSError('no\\nsuch file')", "import sys; sys.exit('a\\nb')"]
+)
+def test_an_error_in_a_script_costs_one_line(place, how, verbose):
+    (place["cwd"] / "script.py").write_text(how)
+    place["env"]["LOCKSTEP_VERBOSE"] = verbose
+    code, stderr = call(*INSIDE, "itself", "script.py", **place)
+    *before, last = stderr.splitlines()
+    raised = how.startswith("raise")
+    assert (code, last) == (1, "script.py failed: OSError: no" if raised else "b")
+    assert bool(before) == (verbose == "1")
 
 
 SWALLOWS = """
@@ -148,49 +696,83 @@ try:
 except SystemExit:  # as a module in C may do, NumPy's for example
     pass
 """
+IN_AN_IMPORT = "import importlib; importlib.import_module('swallows').time.sleep(1000)"
+IN_A_START = """
+import multiprocessing, os, signal, time
+from multiprocessing import util
 
+def start_and_be_ended(*arguments, start=util.spawnv_passfds):
+    pid = start(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    return pid
 
-def test_who_is_asked_to_end_during_an_import_ends_after_it(tmp_path):
-    (tmp_path / "swallows.py").write_text(SWALLOWS)
-    script = tmp_path / "script.py"
-    script.write_text("import importlib\nimportlib.import_module('swallows').time.sleep(1000)\n")
-    run = subprocess.run([*RUN, script], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (143, "")
-
-
-def test_an_error_in_a_script_costs_one_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("raise OSError('no\\nsuch file')\n")
-    run = subprocess.run([*RUN, script], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (1, "script.py failed: OSError: no\n")
-
-
-@pytest.mark.parametrize("name, seen", [("lesson_99.py", "None lo"), ("lesson_04.py", "3 eth7")])
-def test_a_lesson_is_not_a_rank_of_another_job(tmp_path, name, seen):
-    show = "print(*map(os.environ.get, ('RANK', 'GLOO_SOCKET_IFNAME')))"
-    (tmp_path / name).write_text(f"import os\n{show}\n")
-    environment = {**ENVIRONMENT, "RANK": "3", "GLOO_SOCKET_IFNAME": "eth7"}
-    run = subprocess.run([*RUN, tmp_path / name], env=environment, capture_output=True, text=True)
-    assert run.stdout.replace("lo0", "lo").split() == seen.split()  # lo0: a Mac
-
-
-CHECK = """
-import signal, sys, threading
-sys.path.insert(0, sys.argv[1])
-import torchrun
-before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-torchrun.check(sys.argv[2], 2, sys.argv[3:])
-assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-assert threading.active_count() == 1
-print("goes on")
+if __name__ == "__main__":
+    util.spawnv_passfds = start_and_be_ended
+    multiprocessing.get_context("spawn").Process(target=time.sleep, args=[0], daemon=True).start()
+    time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("program", ["lessons/lesson_06_*.py", "scripts/doctor.py"])
-def test_the_check_of_the_flags_leaves_nothing_in_the_launcher(program):
-    """It runs there: a timer of the doctor once ended a launcher, and its report was lost."""
-    (path,) = ROOT.glob(program)
-    flag = "--timeout=90" if path.name == "doctor.py" else "--steps=5"
-    command = [sys.executable, "-c", CHECK, ROOT / "scripts", path, flag]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "goes on\n"), run.stderr
+@pytest.mark.parametrize("script", [IN_AN_IMPORT, IN_A_START], ids=["an import", "a start"])
+def test_who_is_asked_to_end_in_the_middle_of_something_ends_after_it(place, script):
+    (place["cwd"] / "swallows.py").write_text(SWALLOWS)
+    (place["cwd"] / "script.py").write_text(script)
+    assert call(*INSIDE, "itself", "script.py", **place) == (143, "")
+
+
+# --- Flags and variables ---
+
+
+@pytest.mark.parametrize("number, seen", [("02", (None, "lo")), ("04", ("3", "eth7"))])
+def test_a_lesson_is_not_a_rank_of_another_job(monkeypatch, number, seen):
+    """But lesson 04 is about these variables."""
+    monkeypatch.setattr(run, "start", lambda how, script, flags, environment: environment)
+    monkeypatch.setattr(run.needs, "problem", lambda lesson, flags: None)
+    monkeypatch.setattr(run.network, "loopback", lambda: "lo")
+    for name, value in [("RANK", "3"), ("MASTER_ADDR", "there"), ("GLOO_SOCKET_IFNAME", "eth7")]:
+        monkeypatch.setenv(name, value)
+    environment = run.main([number])
+    assert (environment.get("RANK"), environment["GLOO_SOCKET_IFNAME"]) == seen
+    assert ("MASTER_ADDR" in environment) == (number == "04")
+
+
+def test_the_launcher_s_own_flags_do_not_reach_the_lesson(monkeypatch):
+    monkeypatch.setattr(run, "watch", lambda command, environment: (command[3:], environment))
+    flags = ["--verbose", "--force", "--steps", "1", "--", "--verbose"]
+    command, environment = run.start("itself", "script.py", flags, {})
+    assert command == ["itself", "script.py", "--steps", "1", "--", "--verbose"]
+    assert environment["LOCKSTEP_VERBOSE"] == "1"
+    assert "LOCKSTEP_VERBOSE" not in run.start("itself", "script.py", ["--", "--verbose"], {})[1]
+
+
+def test_flags_of_torchrun_are_told_from_those_of_the_script():
+    own, flags = ranks.read_flags("script.py", ["--nproc=3", "--rate", "1", "--", "--nproc", "4"])
+    assert (own.nproc, own.launcher, flags) == (3, "torchrun", ["--rate", "1", "--nproc", "4"])
+
+
+@pytest.mark.parametrize("flags", [["--nproc"], ["--nproc=0"], ["--nproc=65"], ["--launcher=x"]])
+def test_a_bad_value_for_the_launcher_costs_one_line(capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        ranks.read_flags("lessons/script.py", flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert line.startswith(f"script.py: error: argument {flags[0].partition('=')[0]}: ")
+
+
+UNDER_TORCHRUN = [one.number for one in lessons.TABLE if one.start in lessons.ON_SEVERAL_MACHINES]
+
+
+@pytest.mark.parametrize("number", UNDER_TORCHRUN)
+def test_the_check_of_the_flags_leaves_nothing_in_the_launcher(capsys, number):
+    """It runs there: a timer once ended a launcher, and its report was lost."""
+
+    def see():
+        return threading.enumerate(), [signal.getsignal(one) for one in signal.valid_signals()]
+
+    before = see()
+    ranks.check(script_of(number), 2, ["--seed=5"], ranks.Job())
+    with pytest.raises(SystemExit) as stop:
+        ranks.check(script_of(number), 2, ["--seed=x"], ranks.Job())
+    assert (stop.value.code, see()) == (2, before)
+    assert len(capsys.readouterr().err.splitlines()) == 1
