@@ -8,14 +8,17 @@ be compared. Lessons in the form of the second edition (FORM 2) owe a little mor
 import ast
 import base64
 import doctest
+import functools
 import json
 import re
 import subprocess
 import sys
 import textwrap
+from multiprocessing.connection import wait
 
 import pytest
 from conftest import ROOT
+from lockstep import lessons
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
@@ -28,13 +31,31 @@ each_second = pytest.mark.parametrize("lesson", SECOND)
 KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
 
 
+@functools.cache
+def text_of(path):
+    """Return what is in a file, read once for all tests."""
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def parsed(path):
+    """Return the syntax tree of a Python file."""
+    return ast.parse(text_of(path))
+
+
+@functools.cache
+def notebook_of(lesson):
+    """Return the notebook of a lesson as a dictionary."""
+    return json.loads(text_of(NOTEBOOKS[lesson]))
+
+
 def docstring(lesson):
-    return ast.get_docstring(ast.parse(SCRIPTS[lesson].read_text(encoding="utf-8")))
+    return ast.get_docstring(parsed(SCRIPTS[lesson]))
 
 
 def cells(lesson, kind="code"):
     """Return the cells of one kind that are not empty: [(source, cell)]."""
-    notebook = json.loads(NOTEBOOKS[lesson].read_text(encoding="utf-8"))
+    notebook = notebook_of(lesson)
     pairs = [("".join(c["source"]), c) for c in notebook["cells"] if c["cell_type"] == kind]
     return [(source, cell) for source, cell in pairs if source.strip()]
 
@@ -100,6 +121,7 @@ def test_what_is_where_names_every_file_and_no_other():
     assert [name for name in named if not (ROOT / name.replace("NN", "03")).exists()] == []
     there = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".py", ".sh")]
     there += [*(ROOT / "scripts/cluster").iterdir(), *(ROOT / "notebooks/nbtools").glob("*.py")]
+    there += (ROOT / "docs/build").glob("*.py")
     names = {re.sub(r"lesson_\d\d.sh", "lesson_NN.sh", str(p.relative_to(ROOT))) for p in there}
     assert sorted(name for name in names - named if not name.endswith("__init__.py")) == []
 
@@ -141,7 +163,7 @@ def test_script_says_what_it_is(lesson):
 def test_script_stands_alone(lesson):
     """Nothing of this repository is imported, so that one file can be copied to a cluster."""
     ours = {path.stem for path in SCRIPTS.values()} | {"nbtools", "solutions", "conftest"}
-    for node in ast.walk(ast.parse(SCRIPTS[lesson].read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(SCRIPTS[lesson])):
         names = [alias.name for alias in getattr(node, "names", []) if isinstance(node, ast.Import)]
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
@@ -149,16 +171,18 @@ def test_script_stands_alone(lesson):
         assert not ours.intersection(name.split(".")[0] for name in names)
 
 
+@functools.cache
 def definitions(source):
     """Return {name: source} of the top-level functions and classes."""
-    nodes = ast.parse(source).body
-    return {n.name: ast.get_source_segment(source, n) for n in nodes if hasattr(n, "name")}
+    lines = source.splitlines()
+    nodes = [node for node in ast.parse(source).body if hasattr(node, "name")]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}
 
 
 def test_copied_blocks_are_equal_to_the_letter():
     """The frame of the second edition, and the blocks that lessons of the first edition share."""
-    texts = {path.stem: path.read_text() for path in SCRIPTS.values()}
-    texts["template"] = (ROOT / "templates" / "lesson_NN_slug.py").read_text()
+    texts = {path.stem: text_of(path) for path in SCRIPTS.values()}
+    texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
     shared = ["join_group", "start", "reason", "make_toy", "setup", "Arguments"]
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
@@ -182,7 +206,7 @@ def test_technique_comes_first_and_the_frame_last(lesson):
 
 @each_second
 def test_functions_are_short(lesson):
-    for node in ast.walk(ast.parse(SCRIPTS[lesson].read_text())):
+    for node in ast.walk(parsed(SCRIPTS[lesson])):
         if isinstance(node, ast.FunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (25 if node.name == "main" else 30), f"{node.name} has {lines} lines"
@@ -191,20 +215,68 @@ def test_functions_are_short(lesson):
 # --- What a reader sees of a script ---
 
 
+class Examination:
+    """What tests/examine_lesson.py finds in several lessons, which share one process."""
+
+    PATIENCE = 180  # seconds without a result: something hangs
+
+    def __init__(self, numbers):
+        self.waiting = list(numbers)
+        self.found = {}
+        self.process = None
+
+    def of(self, lesson):
+        """Return what was found in a lesson; fails if its examination has hung or has died."""
+        while lesson not in self.found:
+            if self.process is None:
+                self.start()
+            self.read_next()
+        found = self.found[lesson]
+        assert isinstance(found, dict), found
+        return found
+
+    def start(self):
+        """Start a process that examines the lessons that have no result yet."""
+        command = [sys.executable, ROOT / "tests" / "examine_lesson.py", *self.waiting]
+        pipe = {"stdout": subprocess.PIPE, "bufsize": 0}  # what wait() sees is all that there is
+        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipe)
+
+    def read_next(self):
+        """Read the result of the next lesson; if none comes, end the process and say so."""
+        lesson = self.waiting.pop(0)
+        answered = wait([self.process.stdout], self.PATIENCE)
+        line = self.process.stdout.readline() if answered else b""
+        if line:
+            self.found[lesson] = json.loads(line)
+            return
+        how = "has ended" if answered else f"has said nothing for {self.PATIENCE} s"
+        self.found[lesson] = f"lesson {lesson}: its examination {how}; its stderr says where it was"
+        self.end()
+
+    def end(self):
+        """End the process; its ranks end with it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+            self.process = None
+
+
 @pytest.fixture(scope="module")
 def examined(request):
-    """Return a function: examined("03") is what tests/examine_lesson.py found, run once."""
-    found = {}
+    """Return a function: examined("03") is what tests/examine_lesson.py finds in lesson 03.
 
-    def examine(lesson):
-        if lesson not in found:
-            command = [sys.executable, ROOT / "tests" / "examine_lesson.py", lesson]
-            run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-            assert run.returncode == 0, run.stderr
-            found[lesson] = json.loads(run.stdout.splitlines()[-1])
-        return found[lesson]
-
-    return examine
+    Two frameworks can't share a process. All other lessons are examined in one, and only those that
+    are asked for in this session.
+    """
+    asking = [item for item in request.session.items if "examined" in item.fixturenames]
+    numbers = sorted({item.callspec.params["lesson"] for item in asking})
+    own = {n for n in numbers if set(lessons.find(n).packages) & set(lessons.FRAMEWORKS)}
+    together = Examination(n for n in numbers if n not in own)
+    examinations = {n: Examination([n]) if n in own else together for n in numbers}
+    yield lambda lesson: examinations[lesson].of(lesson)
+    for examination in examinations.values():
+        examination.end()
 
 
 @each
@@ -270,8 +342,7 @@ def test_tasks_take_the_solution_and_refuse_wrong_answers(lesson, examined):
 
 def literal(lesson, name):
     """Return the dictionary `name` of a solution module, not evaluated: what a site reads."""
-    source = (ROOT / "notebooks" / "solutions" / f"lesson_{lesson}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+    for node in parsed(ROOT / "notebooks" / "solutions" / f"lesson_{lesson}.py").body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return node.value
     raise AssertionError(f"lesson {lesson} has no {name}")
