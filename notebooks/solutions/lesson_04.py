@@ -43,12 +43,13 @@ class _SlowStore(dist.PrefixStore):
         return answer
 
 
-def _examine(index, processes, attempt, path, world_size):
+def _examine(index, processes, attempt, path, world_size, patience):
     """Call the attempt in this process; return its answer, whether another process had an answer
     before this one had come, and the sum if the ranks can join."""
     dist.destroy_process_group()
+    limit = timedelta(seconds=patience)
     store = dist.FileStore(path, processes)
-    store.set_timeout(timedelta(seconds=8))
+    store.set_timeout(limit)
     store.set(f"process {index}", "")
     store.wait([f"process {other}" for other in range(processes)])  # all begin at once, but one
     hasty = False
@@ -69,21 +70,22 @@ def _examine(index, processes, attempt, path, world_size):
     if sorted(answers) != sorted(map(repr, range(processes))):
         return answer, hasty, None
     group = dist.PrefixStore("group", store)
-    dist.init_process_group(
-        "gloo", store=group, rank=answer, world_size=processes, timeout=timedelta(seconds=8)
-    )
+    dist.init_process_group("gloo", store=group, rank=answer, world_size=processes, timeout=limit)
     total = torch.tensor([2**answer])
     dist.all_reduce(total)
     return answer, hasty, total.item()
 
 
-def check(attempt, nprocs=(2, 3)):
-    """Return None if the attempt is right in a world of each size, else one sentence about it."""
-    problems = (_check_world(attempt, nproc) for nproc in nprocs)
+def check(attempt, nprocs=(2, 3), patience=8):
+    """Return None if the attempt is right in a world of each size, else one sentence about it.
+
+    A process waits `patience` seconds for another one, and then gives up.
+    """
+    problems = (_check_world(attempt, nproc, patience) for nproc in nprocs)
     return next((problem for problem in problems if problem), None)
 
 
-def _check_world(attempt, nproc):
+def _check_world(attempt, nproc, patience):
     """Return None if the attempt is right in a world of `nproc`, else one sentence about it.
 
     Real processes meet in a file, take their ranks with the attempt, and join. The last one comes
@@ -94,7 +96,7 @@ def _check_world(attempt, nproc):
     with tempfile.TemporaryDirectory() as folder:
         for processes in (nproc, nproc + 1):
             path = str(Path(folder, f"{processes} processes"))
-            answers = run(_examine, processes, attempt, path, nproc, deadline=60)
+            answers = run(_examine, processes, attempt, path, nproc, patience, deadline=60)
             ranks = [answer for answer, _, _ in answers]
             hasty = hasty or any(early for _, early, _ in answers)
             place = f"when {processes} processes come for a world of {nproc},"

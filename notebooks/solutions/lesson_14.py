@@ -79,7 +79,10 @@ def meet(machine, machines, told, addresses, patience):
 
 
 def check_flags_on(attempt, patience=2):
-    """Return None if the machines find each other, with 2 and with 3 of them."""
+    """Return None if the machines find each other, with 2 and with 3 of them.
+
+    A machine waits `patience` seconds for the others, and then gives up.
+    """
     from torch.distributed.run import get_rdzv_endpoint
 
     for ranks_on in ([2, 2], [1, 3, 2]):
@@ -132,7 +135,7 @@ def examine_number_the_ranks(node, nodes, attempt, path, ranks_on, order):
     return attempt(dist.FileStore(path, nodes), node, nodes, ranks_on[node])
 
 
-def check_number_the_ranks(attempt):
+def check_number_the_ranks(attempt, deadline=20):
     """Return None if the attempt numbers the ranks of 2 and 3 machines, else what is wrong."""
     for ranks_on, order in (([2, 2], [0, 1]), ([2, 1], [1, 0]), ([1, 3, 2], [2, 0, 1])):
         nodes = len(ranks_on)
@@ -141,7 +144,7 @@ def check_number_the_ranks(attempt):
             path = str(Path(folder, "store"))
             try:
                 examine = (examine_number_the_ranks, nodes, attempt, path, ranks_on, order)
-                answers = run(*examine, deadline=20)
+                answers = run(*examine, deadline=deadline)
             except RankFailed as error:
                 if "NotImplementedError" in str(error):
                     raise

@@ -3,10 +3,11 @@
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from lesson_06_checkpoint_map_location import UNFINISHED
-from solutions.lesson_06 import solution
+from solutions.lesson_06 import check, solution
 
 
 def directly(data, path):
@@ -178,4 +179,11 @@ WRONG = {
         "stopped by an old one": (stopped_by_an_old_one, "unfinished file of a killed run stops"),
         "writes nothing": (writes_nothing, "does not hold the new data"),
     }
+}
+
+# The ranks do the same, each in a folder of its own: one is enough to see that it is wrong.
+ON_ONE_RANK = partial(check, nproc=1)
+WRONG = {
+    task: {title: (*attempt, ON_ONE_RANK) for title, attempt in attempts.items()}
+    for task, attempts in WRONG.items()
 }

@@ -1,6 +1,13 @@
 """Wrong attempts at the tasks of lesson 14, and words that their verdict must contain."""
 
-from solutions.lesson_14 import flags_on, number_the_ranks
+from functools import partial
+
+from solutions.lesson_14 import (
+    check_flags_on,
+    check_number_the_ranks,
+    flags_on,
+    number_the_ranks,
+)
 
 # --- Task 2 ---
 
@@ -122,6 +129,10 @@ def only_the_first_rank(store, node, nodes, ranks_here):
     return number_the_ranks(store, node, nodes, ranks_here)[0]
 
 
+# Checks for attempts that wait for who never comes: they have less patience.
+IMPATIENT = partial(check_flags_on, patience=1)
+IMPATIENT_NUMBERS = partial(check_number_the_ranks, deadline=2)
+
 RIGHT = {"flags_on": [right_with_underscores]}  # other right answers
 
 WRONG = {
@@ -134,20 +145,24 @@ WRONG = {
     },
     "flags_on": {
         "as given": (as_given, "machine 1 believes that it is node 0 of 1"),
-        "all wrong": (all_wrong, "machine 0 says DistNetworkError: The client socket"),
-        "own address": (own_address, "1/2 clients joined"),
-        "from one": (counted_from_one, "machine 0 says DistNetworkError"),
+        "all wrong": (all_wrong, "machine 0 says DistNetworkError: The client socket", IMPATIENT),
+        "own address": (own_address, "1/2 clients joined", IMPATIENT),
+        "from one": (counted_from_one, "machine 0 says DistNetworkError", IMPATIENT),
         "too many nodes": (too_many_nodes, "2/3 clients joined"),
         "backwards": (backwards, "machine 0 believes that it is node 1 of 2"),
-        "other ports": (other_ports, "1/2 clients joined"),
+        "other ports": (other_ports, "1/2 clients joined", IMPATIENT),
         "one rank each": (one_rank_each, "machine 0 would start 1 ranks, and not 2"),
         "misspelt": (misspelt, "torchrun refuses the flags"),
         "c10d": (by_c10d, "no --rdzv-backend"),
-        "localhost": (by_localhost, "1/2 clients joined"),
-        "no address": (no_address, "1/2 clients joined"),
+        "localhost": (by_localhost, "1/2 clients joined", IMPATIENT),
+        "no address": (no_address, "1/2 clients joined", IMPATIENT),
         "standalone": (alone, "a job of this machine alone"),
-        "other names": (other_names_of_the_job, "with 2 machines: machine 0 says DistStoreError"),
-        "other endpoint": (other_endpoint, "with 2 machines: machine 0 says"),
+        "other names": (
+            other_names_of_the_job,
+            "with 2 machines: machine 0 says DistStoreError",
+            IMPATIENT,
+        ),
+        "other endpoint": (other_endpoint, "with 2 machines: machine 0 says", IMPATIENT),
     },
     "number_the_ranks": {
         "as many": (all_have_as_many, "with 2 + 1 ranks: machine 0 believes in a world of 4"),
@@ -155,7 +170,7 @@ WRONG = {
         "who is here now": (who_is_here_now, "machine 0 believes in a world of 2"),
         "counts itself": (counts_itself, "machine 0 begins with rank 2"),
         "numbers machines": (numbers_machines, "machine 0 believes in a world of 2"),
-        "says nothing": (says_nothing_itself, "no answer after 20 s"),
+        "says nothing": (says_nothing_itself, "no answer after 2 s", IMPATIENT_NUMBERS),
         "the first rank only": (only_the_first_rank, "not two numbers"),
     },
 }
