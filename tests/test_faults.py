@@ -13,7 +13,7 @@ import nbtools
 import pytest
 import torch
 import torch.distributed as dist
-from test_nbtools import gone, living_pids
+from test_nbtools import enough_time, gone, living_pids
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import this file
 
@@ -35,8 +35,9 @@ def deadlock(rank, world_size):
 
 def test_at_the_deadline_each_rank_says_where_it_is():
     first = deadlock.__code__.co_firstlineno
-    assert message_of(deadlock, 4, deadline=15) == (
-        f"no answer after 15 s: ranks 0 and 1 wait in recv (deadlock, line {first + 2});"
+    deadline = enough_time(4)
+    assert message_of(deadlock, 4, deadline=deadline) == (
+        f"no answer after {deadline} s: ranks 0 and 1 wait in recv (deadlock, line {first + 2});"
         f" rank 2 is in deadlock, line {first + 4}; rank 3 had already returned"
     )
 
@@ -110,7 +111,8 @@ def test_a_launcher_and_its_rank_end_with_the_kernel(tmp_path, signal_number, la
 import pathlib, sys
 sys.path.insert(0, {str(nbtools.ROOT / "notebooks")!r})
 import nbtools
-sys.modules["nbtools.launch"].ROOT = pathlib.Path(sys.argv[1])
+launch = sys.modules["nbtools.launch"]
+launch.ROOT, launch.PATIENCE = pathlib.Path(sys.argv[1]), 0.5
 nbtools.launch(99)"""
     command = [sys.executable, "-c", program, tmp_path]
     kernel = subprocess.Popen(command, stderr=subprocess.DEVNULL)

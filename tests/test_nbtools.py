@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import json
+import math
 import os
 import re
 import signal
@@ -74,6 +76,18 @@ def living_pids(folder, count):
     raise AssertionError("the ranks did not start")
 
 
+def do_nothing(rank, world_size):
+    return rank
+
+
+def enough_time(nproc):
+    """Return a deadline, in seconds, by which so many ranks wait: more than ten starts take."""
+    nbtools.run(do_nothing, nproc)  # now a forkserver runs
+    begin = time.monotonic()
+    nbtools.run(do_nothing, nproc)
+    return 2 + math.ceil(10 * (time.monotonic() - begin))
+
+
 def gone(pids):
     """Return whether all of these processes end within 60 s. A zombie has ended."""
     deadline = time.monotonic() + 60
@@ -101,7 +115,7 @@ def test_values_come_back_by_rank(nproc):
 def test_ranks_may_leave_without_having_spoken():
     """The first rank to return must not break the meeting of those that are still connecting."""
     for _ in range(8):
-        assert nbtools.run(lambda rank, world_size: rank, 4) == [0, 1, 2, 3]
+        assert nbtools.run(do_nothing, 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +136,28 @@ def test_the_rank_that_failed_is_named_in_one_line(how, words):
 
 
 def test_deadline_ends_the_ranks_and_their_children(tmp_path):
-    with pytest.raises(nbtools.RankFailed, match="15 s: ranks 0 and 1 are in wait_for_ever, "):
-        nbtools.run(wait_for_ever, 2, tmp_path, deadline=15)
+    with pytest.raises(nbtools.RankFailed, match=r"\d s: ranks 0 and 1 are in wait_for_ever, "):
+        nbtools.run(wait_for_ever, 2, tmp_path, deadline=enough_time(2))
     assert gone(living_pids(tmp_path, 2))
+
+
+def test_nothing_is_left_when_the_kernel_is_interrupted(tmp_path, monkeypatch):
+    """Jupyter interrupts a cell by SIGINT, and Python makes a KeyboardInterrupt of it."""
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        interrupt = pool.submit(interrupt_us_when_all_run, tmp_path / "pids")
+        with pytest.raises(KeyboardInterrupt):
+            nbtools.run(wait_for_ever, 2, tmp_path / "pids", deadline=300)
+    assert gone(interrupt.result())
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def interrupt_us_when_all_run(folder):
+    """Send SIGINT to this process as soon as two ranks wait; return the pids of all."""
+    pids = living_pids(folder, 2)
+    os.kill(os.getpid(), signal.SIGINT)
+    return pids
 
 
 @pytest.fixture
@@ -134,29 +167,25 @@ def short_path():
         yield Path(folder)
 
 
-def test_nothing_is_left_when_the_kernel_is_interrupted_or_killed(short_path):
-    folders = {name: short_path / name.name for name in (signal.SIGINT, signal.SIGKILL)}
+def test_nothing_is_left_when_the_kernel_is_killed(short_path):
     program = f"""
 import os, pathlib, subprocess, sys, time
 sys.path.insert(0, {str(nbtools.ROOT / "notebooks")!r})
 import nbtools
+sys.modules["nbtools.run"].SLOW = ["torch.distributed"]  # and no more: these ranks train nothing
 
 {inspect.getsource(wait_for_ever)}
 if __name__ == "__main__":
     nbtools.run(wait_for_ever, 2, pathlib.Path(sys.argv[1]))
 """
-    command, kernels = [sys.executable, "-c", program], {}
-    for signal_number, folder in folders.items():
-        folder.mkdir()
-        kernels[signal_number] = subprocess.Popen(
-            [*command, folder], stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
-        )
-    pids = {signal_number: living_pids(folder, 2) for signal_number, folder in folders.items()}
-    for signal_number, kernel in kernels.items():
-        kernel.send_signal(signal_number)
-        assert kernel.wait(60) != 0
-        assert gone(pids[signal_number])
-        assert not list(folders[signal_number].glob("tmp*"))
+    command = [sys.executable, "-c", program, short_path]
+    environment = {**os.environ, "TMPDIR": str(short_path)}
+    kernel = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    pids = living_pids(short_path, 2)
+    kernel.kill()
+    kernel.wait(60)
+    assert gone(pids)
+    assert not list(short_path.glob("tmp*"))
 
 
 def test_what_ranks_print_comes_in_rank_order(capsys):
@@ -184,13 +213,52 @@ def test_a_bad_number_of_ranks_is_refused(nproc):
         nbtools.run(speak, nproc)
 
 
-def test_launch_returns_the_json_and_reports_a_failure():
-    with ThreadPoolExecutor(2) as pool:
-        good, bad = (pool.submit(nbtools.launch, 1, nproc=n, steps=2) for n in (3, 0))
-    result = good.result()
-    assert (result["lesson"], result["world_size"], result["passed"]) == (1, 3, True)
-    with pytest.raises(nbtools.LaunchFailed, match=r"exit code 2: .*argument --nproc"):
-        bad.result()
+# --- launch ---
+
+LAUNCHER = """
+[ "$2" = --nproc ] || { echo said before; echo 'the reason' >&2; exit 2; }
+echo PASS
+echo '{"flags": "'"$*"'", "python": "'"$LOCKSTEP_PYTHON"'", "world_size": 2}'
+"""
+
+
+@pytest.fixture
+def lessons_99(tmp_path, monkeypatch):
+    """Let launch(99) start a launcher that repeats its flags; it wants --nproc as the first."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "lesson_99.sh").write_text(LAUNCHER)
+    monkeypatch.setattr(sys.modules["nbtools.launch"], "ROOT", tmp_path)
+    monkeypatch.setenv("LOCKSTEP_RUNS", str(tmp_path))
+    return tmp_path
+
+
+def test_launch_returns_the_json_and_reports_a_failure(lessons_99):
+    result = nbtools.launch(99, nproc=3, batch_size=30, quick=True)
+    assert result["flags"] == "--json --nproc 3 --batch-size 30 --quick"
+    assert result["python"] == sys.executable
+    with pytest.raises(nbtools.LaunchFailed, match=r"^lesson 99 .* exit code 2: the reason$"):
+        nbtools.launch(99)
+
+
+def test_launch_returns_a_run_of_the_tests_if_it_is_as_good(lessons_99):
+    def store(words, for_notebooks_of, text='{"world_size": 2, "stored": true}'):
+        facts = {"stdout": f"PASS\n{text}\n", "for_notebooks_of": for_notebooks_of}
+        path = launch.file_of_run(lessons_99, 99, words)
+        path.write_text(json.dumps(facts))
+
+    launch = sys.modules["nbtools.launch"]
+    store([], str(lessons_99))
+    assert nbtools.launch(99)["stored"]
+    assert nbtools.launch(99, nproc=2)["stored"]  # without flags it had two ranks as well
+    assert "stored" not in nbtools.launch(99, nproc=3)
+    assert "stored" not in nbtools.launch(99, nproc=2, steps=1)
+    store(["--nproc", "3"], str(lessons_99))
+    assert nbtools.launch(99, nproc=3)["stored"]
+    for other in (None, "/another/copy"):  # it failed, or GPUs were hidden; or it is of a copy
+        store(["--nproc", "3"], other)
+        assert "stored" not in nbtools.launch(99, nproc=3)
+    launch.file_of_run(lessons_99, 99, ["--nproc", "3"]).write_text("")  # it was not finished
+    assert "stored" not in nbtools.launch(99, nproc=3)
 
 
 def test_importing_nbtools_imports_no_framework():

@@ -1,11 +1,9 @@
 """`pytest --nbval` turns red when it should, and only then.
 
-First: when a lesson and its notebook disagree. Each case copies the repository into a folder with a
-space in its name, breaks one thing there, and runs the notebook of lesson 01 up to the first red
-cell. The cells before it are green: so the copy itself works, and it is the break that is seen.
-
-Second: when a number that measured() prints leaves its bound, or when anything else changes. The
-digits behind the sign may change.
+The repository is copied into a folder with a space in its name. There, lesson 01 and its notebook
+are made to disagree in three places: the cells that show these places must turn red, and no other.
+Beside it lies a notebook about numbers that measured() prints: their digits may change, and nothing
+else, and no number may leave its bound.
 """
 
 import json
@@ -18,10 +16,10 @@ import nbformat
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
-NOTEBOOK = "notebooks/lesson_01_data_parallel.ipynb"
+NOTEBOOK = "lesson_01_data_parallel.ipynb"
 SCRIPT = "lessons/lesson_01_data_parallel.py"
 
-# name: (file, what to replace, replacement, what the first red cell contains)
+# What is broken: (file, what to replace, replacement, the cell that must turn red)
 BREAKS = {
     "the replicas' gradients do not come back": (
         SCRIPT,
@@ -30,60 +28,14 @@ BREAKS = {
         "show(lesson.data_parallel, ",
     ),
     "a number of the script": (SCRIPT, "lr=0.1", "lr=0.2", "show(lesson.train)"),
-    "the launcher fails": ("scripts/lesson_01.sh", "set -euo pipefail", "exit 1", "launch(1,"),
+    "the launcher fails": ("scripts/lesson_01.sh", 'exec "$python"', "exit 7 #", "launch(1,"),
 }
-
-
-def copy_of_the_repository(folder):
-    """Copy what a notebook needs into `folder`; return the copy."""
-    copy = folder / "a copy"
-    for name in ("lessons", "notebooks", "scripts"):
-        ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    for name in ("pyproject.toml", "requirements.txt", "conftest.py", "CLAIMS.md"):
-        shutil.copy(ROOT / name, copy)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Run all cases side by side; return {case: (exit code, output)}."""
-    running = {}
-    for case, (file, old, new, _) in BREAKS.items():
-        copy = copy_of_the_repository(tmp_path_factory.mktemp("broken"))
-        source = (copy / file).read_text(encoding="utf-8")
-        assert old in source
-        (copy / file).write_text(source.replace(old, new, 1), encoding="utf-8")
-        running[case] = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "--nbval", "-x", "-p", "no:cacheprovider", NOTEBOOK],
-            cwd=copy,
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    return {
-        case: (process.communicate(timeout=300)[0], process.returncode)
-        for case, process in running.items()
-    }
-
-
-@pytest.mark.parametrize("case", BREAKS)
-def test_a_broken_copy_is_red_in_the_cell_that_shows_it(outcomes, case):
-    output, code = outcomes[case]
-    assert code == 1, output[-2000:]  # 1: tests ran and some failed; 2 to 5 would be pytest's own
-    summary = re.search(r"1 failed, (\d+) passed", output)
-    assert summary, output[-2000:]
-    cells = json.loads((ROOT / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
-    code_cells = [cell for cell in cells if cell["cell_type"] == "code"]
-    first_red = "".join(code_cells[int(summary.group(1))]["source"])
-    assert BREAKS[case][3] in first_red
-
 
 # --- Numbers that were measured ---
 
 STORED = "loss ≈0.412, error ≈4.4e-16 in 8 rows"
 CELLS = {  # what the cell prints -> is it green?
+    "from nbtools import measured": True,
     "print(f'loss {measured(0.412, 0, 1)}, error {measured(4.4e-16, 0, 1e-12)} in 8 rows')": True,
     "print(f'loss {measured(0.39751, 0, 1)}, error {measured(0, 0, 1e-12)} in 8 rows')": True,
     "print(f'loss {measured(1.2, 0, 1)}, error {measured(4.4e-16, 0, 1e-12)} in 8 rows')": False,
@@ -91,33 +43,65 @@ CELLS = {  # what the cell prints -> is it green?
     "print('cost ≈0.412, error ≈4.4e-16 in 8 rows')": False,
     "print('loss 0.412, error ≈4.4e-16 in 8 rows')": False,
 }
-START = "from nbtools import measured"
 
 
 def write_notebook(path):
-    """Write a notebook in which each cell has the same stored output, and prints one of CELLS."""
-    cells = [nbformat.v4.new_code_cell(START, execution_count=1)]
-    for number, source in enumerate(CELLS, start=2):
+    """Write a notebook in which all cells but the first have the same stored output."""
+    cells = []
+    for number, source in enumerate(CELLS, start=1):
         output = nbformat.v4.new_output("stream", name="stdout", text=STORED + "\n")
-        cells.append(nbformat.v4.new_code_cell(source, outputs=[output], execution_count=number))
+        outputs = [output] if "print" in source else []
+        cells.append(nbformat.v4.new_code_cell(source, outputs=outputs, execution_count=number))
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
 
 
-@pytest.mark.parametrize("how", ["from the root", "by name", "from elsewhere", "in processes"])
-def test_digits_behind_the_sign_may_change_and_nothing_else(how, tmp_path):
-    copy = copy_of_the_repository(tmp_path)
-    for path in (copy / "notebooks").glob("*.ipynb"):
-        path.unlink()
-    path = copy / "notebooks" / "lesson_99_measured.ipynb"
-    write_notebook(path)
+# --- The copy ---
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """Copy what a notebook needs, with the notebook above as the only one; return the copy."""
+    copy = tmp_path_factory.mktemp("copied") / "a copy"
+    for name in ("lessons", "notebooks", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.ipynb")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "requirements.txt", "conftest.py", "CLAIMS.md"):
+        shutil.copy(ROOT / name, copy)
+    write_notebook(copy / "notebooks" / "lesson_99_measured.ipynb")
+    return copy
+
+
+def run_notebooks(*arguments, cwd):
+    """Run `pytest --nbval` on these; return {notebook's number: [is it green? for each cell]}."""
     command = [sys.executable, "-m", "pytest", "--nbval", "-rA", "-p", "no:cacheprovider"]
-    command += {"from the root": ["notebooks"], "from elsewhere": [path]}.get(
-        how, [f"notebooks/{path.name}"]
-    )
-    command += ["-n", "2"] if how == "in processes" else []
-    where = tmp_path if how == "from elsewhere" else copy
-    options = {"capture_output": True, "text": True, "timeout": 300}
-    run = subprocess.run(command, cwd=where, env=ENVIRONMENT, **options)
-    found = {int(n): word for word, n in re.findall(r"(PASSED|FAILED) \S.*Cell (\d+)", run.stdout)}
-    expected = [True, *CELLS.values()]
-    assert found == {n: "PASSED" if green else "FAILED" for n, green in enumerate(expected)}
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": ENVIRONMENT}
+    run = subprocess.run([*command, *arguments], cwd=cwd, **options)
+    assert run.returncode == 1, run.stdout[-2000:]  # 2 to 5 would be pytest's own
+    found = {}
+    for word, notebook, cell in re.findall(r"(PASSED|FAILED) .*_(\d\d)_.*Cell (\d+)", run.stdout):
+        found.setdefault(notebook, {})[int(cell)] = word == "PASSED"
+    return {number: [cells[cell] for cell in sorted(cells)] for number, cells in found.items()}, run
+
+
+def test_digits_behind_the_sign_may_change_and_nothing_else(copy):
+    """Here in processes of pytest-xdist, by folder."""
+    found, _ = run_notebooks("-n", "1", "notebooks", cwd=copy)
+    assert found["99"] == [*CELLS.values()]
+
+
+def test_cells_that_show_a_break_are_red_and_others_green(copy, tmp_path):
+    """Both notebooks in this process's child, by name, from elsewhere."""
+    for file, old, new, _ in BREAKS.values():
+        source = (copy / file).read_text(encoding="utf-8")
+        assert source.count(old) == 1
+        (copy / file).write_text(source.replace(old, new), encoding="utf-8")
+    notebook = json.loads((ROOT / "notebooks" / NOTEBOOK).read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    shown = [cell for cell in code if re.search(r"import|show\(lesson|launch\(", cell["source"][0])]
+    paths = [copy / "notebooks" / NOTEBOOK, copy / "notebooks" / "lesson_99_measured.ipynb"]
+    paths[0].write_text(json.dumps(notebook | {"cells": shown}), encoding="utf-8")
+    found, run = run_notebooks(*paths, cwd=tmp_path)
+    red = [any(words in cell["source"][0] for *_, words in BREAKS.values()) for cell in shown]
+    assert red == [False] + [True] * len(BREAKS)
+    assert found == {"01": [not is_red for is_red in red], "99": [*CELLS.values()]}
+    assert "LaunchFailed: lesson 01 ended with exit code 7: no output" in run.stdout
