@@ -129,10 +129,9 @@ def test_the_pods_of_the_manifest_run_the_doctor(start, machines):
 
 SCRIPT = """
 import json, os, psutil, sys, time
-from pathlib import Path
 listens = [each.laddr.ip for each in psutil.net_connections("inet") if each.status == "LISTEN"]
 place = [int(os.environ["RANK"]), os.environ["GLOO_SOCKET_IFNAME"], sorted(set(listens))]
-print(json.dumps([*place, sys.argv[1:]]), flush=True)
+sys.stdout.write(json.dumps([*place, sys.argv[1:]]) + "\\n")  # at once: print() writes twice
 time.sleep(1000)
 """
 
