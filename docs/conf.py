@@ -1,5 +1,6 @@
-"""How Sphinx builds the site. scripts/build_site.py calls it, and lays out the pages before."""
+"""How Sphinx builds the site. build/build.py calls it, and lays out the pages before."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -69,7 +70,13 @@ gettext_compact = False
 gettext_location = False
 
 
-class SearchChinese(SearchEnglish):
+class SearchWords(SearchEnglish):
+    """Finds words as in English. Each is cut to its stem once: pages repeat each other's words."""
+
+    stem = functools.cache(SearchEnglish.stem)
+
+
+class SearchChinese(SearchWords):
     """Finds Chinese by its pairs of characters, and all other words as in English.
 
     (Sphinx's own cuts the pages into words of a dictionary, and what is typed not at all.)
@@ -90,7 +97,7 @@ class SearchChinese(SearchEnglish):
         return words
 
 
-sphinx.search.languages["zh"] = SearchChinese
+sphinx.search.languages.update(en=SearchWords, zh=SearchChinese)
 
 
 class NotebookParser(Parser):

@@ -5,4 +5,4 @@
 #   bash scripts/site.sh --translated  says what is not translated
 # It has an environment of its own, .venv.site; LOCKSTEP_PYTHON is for the lessons.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" site
-exec "$python" "$root/scripts/build_site.py" "$@"
+exec "$python" "$root/docs/build/build.py" "$@"

@@ -1,68 +1,74 @@
-"""The web site: it builds without a warning, its links lead somewhere, and it is found by words."""
+"""The web site: it builds without a warning, its links lead somewhere, and a browser shows it."""
 
 import ast
-import importlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from html import unescape
-from html.parser import HTMLParser
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
+import lesson_11_how_fast as how_fast
 import pytest
-from conftest import ROOT
+from conftest import ROOT, start_program
 
-sys.path.append(str(ROOT / "scripts"))
-build_site = importlib.import_module("build_site")
-SITE = ["bash", str(ROOT / "scripts" / "site.sh")]
+sys.path.append(str(ROOT / "docs" / "build"))
+import translations
+
+SITE = ["bash", ROOT / "scripts" / "site.sh"]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("lesson_*.ipynb"))
 
 
-class Page(HTMLParser):
-    """What a page links to, what it loads, its anchors, and its pictures."""
+class Page:
+    """The text of a page, its words, and what it links to, what it loads, its anchors, its alts."""
 
     def __init__(self, path):
-        super().__init__()
-        self.links, self.loads, self.anchors, self.pictures = [], [], set(), []
         self.text = path.read_text(encoding="utf-8")
-        self.feed(self.text)
-        without_code = re.sub(r"(?s)<(pre|script|style).*?</\1>", "", self.text)
-        self.words = re.sub("<[^>]*>", "", without_code)
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        self.anchors.add(values.get("id"))
-        if tag == "a" and "href" in values:
-            self.links.append(values["href"])
-        elif tag == "link" and values.get("rel") not in ("canonical", "author"):
-            self.loads.append(values["href"])
-        elif "src" in values:
-            self.loads.append(values["src"])
-        if tag == "img":
-            self.pictures.append((values["src"], values.get("alt") or ""))
+        text = re.sub(r"(?s)<(pre|script|style)\b(?![^>]*src=).*?</\1>", "", self.text)
+        self.words = re.sub("<[^>]*>", "", text)
+        tags = [(tag, dict(re.findall(r'([\w-]+)="([^"]*)"', values)))
+                for tag, values in re.findall(r"<(\w+)\s([^>]*)>", text)]  # fmt: skip
+        self.anchors = {values.get("id") for _, values in tags}
+        self.links = [unescape(one["href"]) for tag, one in tags if tag == "a" and "href" in one]
+        self.loads = [one["href"] for tag, one in tags if tag == "link" and one["rel"] != "author"]
+        self.loads += [one["src"] for _, one in tags if "src" in one]
+        self.alts = [one.get("alt", "") for _, one in tags if "_images" in one.get("src", "")]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Build the site in a folder with a space; return {path: Page} and the folder."""
+def built(tmp_path_factory):
+    """Build the site in a folder with a space; return what the builder said, and the folder."""
     folder = tmp_path_factory.mktemp("a site")
-    run = subprocess.run([*SITE, "--output", folder], capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr[-3000:]
-    html = folder.resolve() / "html"
-    assert [path.name for path in folder.iterdir() if path.name != ".lock"] == ["html"]
-    return html, {path: Page(path) for path in html.rglob("*.html")}
+    command = [*SITE, "--translated", "--output", folder]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert {path.name for path in folder.iterdir()} == {".lock", "gettext", "html"}, run.stderr
+    return run, folder / "html"
 
 
-def test_every_link_and_every_picture_is_there(site):
-    html, pages = site
+@pytest.fixture(scope="module")
+def html(built):
+    return built[1]
+
+
+@pytest.fixture(scope="module")
+def pages(html):
+    """Return {path: Page}."""
+    return {path: Page(path) for path in html.rglob("*.html")}
+
+
+# --- The pages ---
+
+
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_another_host(html, pages):
     assert len(pages) > 4 * len(NOTEBOOKS)
     wrong = []
     for path, page in pages.items():
         for link in page.links + page.loads:
             parts = urlsplit(link)
-            if parts.scheme:
+            if parts.scheme and (link in page.links or parts.scheme == "data"):
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             known = {""} if "=" not in parts.fragment else {parts.fragment}  # settings
@@ -70,32 +76,38 @@ def test_every_link_and_every_picture_is_there(site):
                 known |= pages[target].anchors
             if not target.is_file() or parts.fragment not in known:
                 wrong.append(f"{path.relative_to(html)}: {link}")
-    assert wrong == []
-
-
-def test_nothing_is_loaded_from_another_host(site):
-    html, pages = site
-    loaded = [link for page in pages.values() for link in page.loads]
-    assert [link for link in loaded if urlsplit(link).scheme not in ("", "data")] == []
+    assert not list(html.rglob("jupyter_execute")), "the pictures once more"
     styles = "".join(path.read_text(encoding="utf-8") for path in html.rglob("*.css"))
-    assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", styles) == []
+    assert wrong + re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", styles) == []
+
+
+def test_the_menu_has_every_page(html, pages):
+    menu = pages[html / "index.html"].text.partition('class="sidebar-tree"')[2]
+    parts = {}
+    for part in menu.partition("</aside>")[0].split('"caption-text">')[1:]:
+        links = re.findall(r'class="reference internal" href="([^"#]*)\.html"', part)
+        parts[part.partition("<")[0]] = links
+    *lessons, runs, plays, behind = parts.values()
+    assert lessons[0] == [f"notebooks/{notebook}" for notebook in NOTEBOOKS[:3]]
+    all_lessons = [name for part in lessons for name in part]
+    assert sorted(all_lessons) == [f"notebooks/{notebook}" for notebook in NOTEBOOKS]
+    assert plays == ["docs/cost_model", "docs/memory", "docs/player"]
+    assert behind == ["CLAIMS", "docs/house", "CONTRIBUTING"]
+    docs = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
+    assert {*runs, *plays, *behind} == docs | {"CLAIMS", "CONTRIBUTING"}
 
 
 @pytest.mark.parametrize("language", ["", "zh_CN"])
-def test_every_lesson_has_its_page(site, language):
-    html, pages = site
+def test_every_lesson_has_its_page(html, pages, language):
     for notebook in NOTEBOOKS:
-        number = notebook[len("lesson_") :][:2]
         page = pages[html / language / "notebooks" / f"{notebook}.html"]
         stored = (ROOT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8")
-        drawn = [alt for source, alt in page.pictures if "_images" in source]
-        assert len(drawn) == stored.count('"image/png"') > 0
-        assert all(len(alt.split()) > 7 or re.search("[一-鿿]{8}", alt) for alt in drawn)
+        assert len(page.alts) == stored.count('"image/png"') > 0
+        assert all(len(alt.split()) > 7 or re.search("[一-鿿]{8}", alt) for alt in page.alts)
         tasks = len(re.findall(r"print\(judge\(", stored))
         assert page.text.count("<details") == 2 * tasks > 0
-        assert f"bash scripts/lesson_{number}.sh" in page.words
-        for end in (f"lesson_{number}.sh.html", f"{notebook}.py.html", f"lesson_{number}.py.html"):
-            assert [link for link in page.links if link.endswith(end)], end
+        assert f"bash scripts/{notebook[:9]}.sh" in page.words
+        assert f"../lessons/{notebook}.py.html" in page.links
 
 
 def letters(text):
@@ -104,12 +116,10 @@ def letters(text):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_under_each_task_are_its_own_hint_and_solution(site, notebook):
-    html, pages = site
+def test_under_each_task_are_its_own_hint_and_solution(html, pages, notebook):
     text = unescape(re.sub("<[^>]*>", "", pages[html / "notebooks" / f"{notebook}.html"].text))
     folded = [letters(part) for part in re.split(r"\bHint\n", text)[1:]]
-    number = notebook[len("lesson_") :][:2]
-    solutions = (ROOT / "notebooks" / "solutions" / f"lesson_{number}.py").read_text("utf-8")
+    solutions = (ROOT / "notebooks" / "solutions" / f"{notebook[:9]}.py").read_text("utf-8")
     hints = ast.literal_eval(solutions.partition("\nHINTS = ")[2])
     answers = re.findall(r'"(\w+)": \(\w+, (\w+)\)', solutions.partition("\nTASKS = ")[2])
     assert list(hints) == [task for task, _ in answers] and len(folded) == len(hints)
@@ -119,109 +129,299 @@ def test_under_each_task_are_its_own_hint_and_solution(site, notebook):
         assert letters(code) in part
 
 
-def words_of(html):
-    """Return {word: pages that contain it} of the site's search."""
-    text = (html / "searchindex.js").read_text(encoding="utf-8")
-    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
-    words = {}
-    for word, found in [*index["terms"].items(), *index["titleterms"].items()]:
-        numbers = [found] if isinstance(found, int) else found
-        words.setdefault(word, set()).update(index["docnames"][number] for number in numbers)
-    return words
+# --- Translations ---
 
 
-def test_the_search_finds_words(site):
-    words = words_of(site[0])
-    assert "notebooks/lesson_06_checkpoint_map_location" in words["map_loc"]  # as it stems the word
-    assert "notebooks/lesson_02_launch_ddp" in words["bucket"]
-    assert {"notebooks/lesson_02_launch_ddp", "index"} <= words["torchrun"]
-    assert "notebooks/lesson_03_spawn_ddp" in words_of(site[0] / "zh_CN")["进程"]
-
-
-# A search as the page makes it: the scripts of the built site, and its index.
-SEARCH = """
-const fs = require("fs"), vm = require("vm");
-const folder = process.argv[1];
-const element = { classList: { contains: () => false }, addEventListener: () => {} };
-const document = { documentElement: { dataset: { content_root: "./" } }, body: element,
-  addEventListener: () => {}, getElementById: () => null, querySelector: () => null };
-const stub = { document, URLSearchParams, console, addEventListener: () => {},
-  DOCUMENTATION_OPTIONS: {}, SPHINX_HIGHLIGHT_ENABLED: false, location: {}, _ready: () => {} };
-stub.window = stub;
-vm.createContext(stub);
-for (const script of ["_static/language_data.js", "_static/searchtools.js", "searchindex.js"]) {
-  vm.runInContext(fs.readFileSync(`${folder}/${script}`, "utf8"), stub);
-}
-stub.words = JSON.parse(process.argv[2]);
-const found = vm.runInContext(`words.map(word => {
-  const [, terms, excluded, highlight] = Search._parseQuery(word);
-  return Search._performSearch(word, terms, excluded, highlight, new Set()).map(hit => hit[0]);
-})`, stub);
-console.log(JSON.stringify(found));
-"""
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
-@pytest.mark.parametrize("language", ["", "zh_CN"])
-def test_what_is_typed_is_found(site, language):
-    words = ["map_location", "bucket", "torchrun", "DistributedSampler"]
-    words += ["进程组", "启动进程", "梯度", "桶"] * (language == "zh_CN")
-    command = ["node", "-e", SEARCH, site[0] / language, json.dumps(words)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = dict(zip(words, map(set, json.loads(run.stdout)), strict=True))
-    assert "notebooks/lesson_06_checkpoint_map_location" in found["map_location"]
-    assert "notebooks/lesson_02_launch_ddp" in found["bucket"] & found["torchrun"]
-    assert all(found.values()), found
-
-
-def test_the_chinese_pages_are_chinese(site):
-    html, pages = site
+def test_the_chinese_pages_are_chinese(html, pages):
     folder = ROOT / "docs" / "locale" / "zh_CN" / "LC_MESSAGES"
     for path in folder.rglob("*.po"):
         name = path.relative_to(folder).with_suffix(".html")
-        text = re.sub(
-            r"(?s)<(pre|script|style).*?</\1>|<[^>]*>", "", pages[html / "zh_CN" / name].text
-        )
-        assert len(re.findall("[一-鿿]", text)) > 0.3 * len(re.findall(r"\w", text)), name
+        words = pages[html / "zh_CN" / name].words
+        assert len(re.findall("[一-鿿]", words)) > 0.3 * len(re.findall(r"\w", words)), name
 
 
-def test_each_page_leads_to_itself_in_the_other_language(site):
-    html, pages = site
+def test_each_page_leads_to_itself_in_the_other_language(html, pages):
     for path, page in pages.items():
         name = path.relative_to(html)
         chinese = name.parts[0] == "zh_CN"
         other = html / name.relative_to("zh_CN") if chinese else html / "zh_CN" / name
         places = {(path.parent / link).resolve() for link in page.links}
-        assert other in places and "aria-current" in page.text, name
+        assert other.resolve() in places and "aria-current" in page.text, name
     untranslated = html / "zh_CN" / "notebooks" / f"{NOTEBOOKS[-1]}.html"
     assert "本页还没有译文" in pages[untranslated].text
     assert "本页还没有译文" not in pages[html / "zh_CN" / "index.html"].text
 
 
-def test_translations_that_are_begun_are_complete(capsys):
-    run = subprocess.run([*SITE, "--translated"], capture_output=True, text=True, timeout=500)
-    print(run.stdout)
+def test_translations_that_are_begun_are_complete(built):
+    run, _ = built
     assert run.returncode == 0, run.stdout + run.stderr
-    assert len(run.stdout.splitlines()) >= len(NOTEBOOKS)
+    assert len(run.stdout.splitlines()) > len(NOTEBOOKS)
 
 
-def test_what_is_missing_or_outdated_is_seen(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "locale" / "zh_CN" / "LC_MESSAGES"
+@pytest.mark.parametrize("translated, good", [
+    ({}, True),  # not begun
+    ({"one": "一", "two": "二"}, True), ({"one": "一", "two": ""}, False), ({"one": "一"}, False),
+    ({"one": "一", "two": "二", "old": "旧"}, False),
+])  # fmt: skip
+def test_what_is_missing_or_outdated_is_seen(tmp_path, capsys, translated, good):
+    folder = tmp_path / "zh_CN" / "LC_MESSAGES"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(build_site, "DOCS", tmp_path)
-    monkeypatch.setattr(build_site, "LANGUAGES", ["en", "zh_CN"])
     (tmp_path / "page.pot").write_text('msgid "one"\nmsgstr ""\n\nmsgid "two"\nmsgstr ""\n')
-    assert build_site.look_at_translations(tmp_path)  # not begun
-    for text, good in (
-        ('msgid "one"\nmsgstr "一"\n\nmsgid "two"\nmsgstr "二"\n', True),
-        ('msgid "one"\nmsgstr "一"\n\nmsgid "two"\nmsgstr ""\n', False),
-        ('msgid "one"\nmsgstr "一"\n', False),
-        (
-            'msgid "one"\nmsgstr "一"\n\nmsgid "two"\nmsgstr "二"\n\nmsgid "old"\nmsgstr "旧"\n',
-            False,
-        ),
-    ):
-        (folder / "page.po").write_text(text)
-        assert build_site.look_at_translations(tmp_path) is good
-    assert "page: 1 missing, 0 out of date\n    missing: two" in capsys.readouterr().out
+    if translated:
+        messages = [f'msgid "{one}"\nmsgstr "{other}"\n' for one, other in translated.items()]
+        (folder / "page.po").write_text("\n".join(messages), encoding="utf-8")
+    assert translations.look_at_translations(tmp_path, tmp_path) is good
+    said = capsys.readouterr().out
+    assert ("page: 1 missing, 0 out of date\n    missing: two" in said) == ("two" in said)
+
+
+# --- The command ---
+
+
+def test_a_folder_of_somebody_else_stays(tmp_path):
+    (tmp_path / "html").mkdir()
+    (tmp_path / "html" / "mine").touch()
+    run = subprocess.run([*SITE, "--output", tmp_path], capture_output=True, text=True)
+    assert re.fullmatch(r"site.sh: error: argument --output: .* is there.*\n", run.stderr)
+    assert run.returncode == 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["html", "mine"]
+
+
+def test_nothing_stays_after_an_interrupt(tmp_path):
+    run = start_program(*SITE, "--output", tmp_path)
+    while run.poll() is None and not list(tmp_path.glob("*/read_html_en")):
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    assert run.communicate(timeout=60) == ("", "interrupted: nothing was changed\n")
+    assert run.returncode == 143 and list(tmp_path.iterdir()) == []
+
+
+# --- In a browser ---
+
+SHOWN = ["index", "notebooks/lesson_03_spawn_ddp", "docs/cost_model", "docs/memory", "docs/player"]
+SHOWN += ["zh_CN/notebooks/lesson_03_spawn_ddp"]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+# The keys, as WebDriver writes them.
+END, HOME, LEFT, RIGHT = "\ue010", "\ue011", "\ue012", "\ue014"
+
+
+@pytest.fixture(scope="module")
+def browser(html, tmp_path_factory):
+    """Start a browser without a window; it opens the site's files."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    service = shutil.which("chromedriver")
+    if not chromium or not service:
+        pytest.skip("needs Chromium and its driver (Debian: chromium and chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(service))
+    driver.site = html.as_uri()
+    yield driver
+    driver.quit()
+
+
+def show(browser, page, width=1300, scheme="light"):
+    """Open a page in a window of this width."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get("about:blank")  # so that a page is loaded, also if it is the same again
+    requests(browser)
+    browser.get(f"{browser.site}/{page}")
+
+
+def requests(browser):
+    """Return the addresses that the browser has asked for since the last call."""
+    log = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [one["params"] for one in log if one["method"] == "Network.requestWillBeSent"]
+    return [one["request"]["url"] for one in sent]
+
+
+def texts(browser, css):
+    """Return the texts of all elements that `css` selects."""
+    code = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+    return [text.replace("\xa0", " ") for text in browser.execute_script(code, css)]
+
+
+def wait_for(browser, css, wanted):
+    """Wait until one of these elements has a text with `wanted` in it."""
+    end = time.monotonic() + 30
+    while not any(wanted in text for text in texts(browser, css)):
+        assert time.monotonic() < end, texts(browser, css)
+        time.sleep(0.05)
+
+
+def click(browser, css):
+    browser.execute_script("document.querySelector(arguments[0]).click()", css)
+
+
+def press(browser, css, key):
+    browser.find_element("css selector", css).send_keys(key)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1300, 390])
+def test_pages_in_a_browser(browser, width, scheme):
+    for page in SHOWN:
+        show(browser, f"{page}.html", width, scheme)
+        asked = [url for url in requests(browser) if not url.startswith("data:")]
+        assert [url for url in asked if not url.startswith(browser.site)] == []
+        assert len(asked) > 5 and browser.get_log("browser") == [], page
+        wide, room, back = browser.execute_script("""const page = document.documentElement;
+            const back = getComputedStyle(document.body).backgroundColor;
+            return [page.scrollWidth, page.clientWidth, back.match(/\\d+/g).map(Number)];""")
+        assert wide <= room <= width, f"{page}: one has to scroll sideways"
+        assert (sum(back[:3]) < 3 * 128) == (scheme == "dark"), page
+
+
+def cost(browser, **changes):
+    """Return what the formulas say to the settings at the beginning, with changes."""
+    job = {"devices": 8, "size": 102.228128e6, "compute": 0.01, "latency": 10e-6, "bandwidth": 16e9}
+    job |= {"overlap": 0, "slowest": 1, "divided": False, **changes}
+    return browser.execute_script("return dataParallelStep(arguments[0])", job)
+
+
+def ms(seconds):
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def test_a_slider_changes_the_sentence(browser):
+    show(browser, "docs/cost_model.html#devices=8&overlap=50&slowest=1.5")
+    for share in (0.5, 1):
+        step = cost(browser, slowest=1.5, overlap=share)
+        speedup, linear = f"{step['speedup']:.3g}", f"{100 * step['efficiency']:.3g} %"
+        sent, price = f"{step['sent'] / 1e6:.3g} MB", 14 * 10e-6 / step["sending"]
+        late, exposed, sending = (ms(step[name]) for name in ("late", "exposed", "sending"))
+        waits = f"Then all wait {exposed} for the rest of an all-reduce of {sending}. Each sends"
+        (sentence,) = texts(browser, ".interactive-sentence")
+        assert sentence == (
+            f"Device 7 computes for 15 ms, and the others wait {late} for it. "
+            f"{waits if share < 1 else 'The all-reduce is over by then. Each sends'} "
+            f"{sent} in 14 messages; {100 * price:.0f} % of the sending is the price of messages, "
+            f"the rest that of bytes. A step takes {ms(step['step'])}. The speed-up is {speedup}, "
+            f"which is {linear} of linear."
+        )
+        assert texts(browser, "dd") == [ms(step["step"]), speedup, linear, sent, "14"]
+        assert texts(browser, ".interactive-on-bar") == ["10 ms", sent] * 7 + ["15 ms", sent]
+        waits = texts(browser, "svg .interactive-on-page")
+        assert waits[:7] == [f"waits {ms(step['late'] + step['exposed'])}"] * 7
+        press(browser, "#interactive-overlap", END)
+    assert "overlap=100" in browser.current_url
+    press(browser, "#interactive-devices", HOME)
+    assert texts(browser, "figcaption")[1] == "1 device does the work of 1"
+
+
+def test_the_page_on_memory(browser):
+    settings = "parameters=7500&precision=float32&ranks=4&device=105&activations=30&micro=8&cut=50"
+    show(browser, f"docs/memory.html#{settings}")
+    held = browser.execute_script("""return ["data", "zero1", "zero2", "zero3", "tensor", "gpipe",
+        "1f1b"].map((strategy) => Object.values(rankMemory({ strategy, parameters: 7.5e9, cut: 0.5,
+        precision: "float32", optimizer: "Adam", ranks: 4, activations: 30e9, micro_batches: 8 })))
+    """)
+    assert texts(browser, "details td") == [f"{part / 1e9:.3g} GB" for row in held for part in row]
+    totals = [row[-1] / 1e9 for row in held]
+    assert 105 in totals, "a bar that ends at the limit fits"
+    said = [f"{total:.3g} GB, {'fits' if total <= 105 else 'too big'}" for total in totals]
+    assert [text for text in texts(browser, "svg text") if text.endswith(("fits", "big"))] == said
+    fits = [total for total in totals if total <= 105]
+    assert texts(browser, "figcaption") == [f"{len(fits)} of 7 ways fit into 105 GB"]
+    (sentence,) = texts(browser, ".interactive-sentence")
+    said = re.findall(r"\(([\d.]+) GB\)", sentence.split("4 + 4 + 8 = 16 bytes, 120 GB in all.")[1])
+    assert said == [f"{total:.3g}" for total in sorted(totals, key=lambda total: total > 105)]
+    press(browser, "#interactive-device", HOME)
+    assert "On 4 ranks with 8 GB each nothing fits" in texts(browser, ".interactive-sentence")[0]
+
+
+def presets(browser, name, *sliders):
+    """Choose each preset in turn; return {its name: values of the sliders}."""
+    code = """const [name, sliders] = arguments;
+        const select = document.querySelector(`#interactive-${name}`);
+        return [...select.options].slice(1).map((option) => {
+            select.value = option.value;
+            select.dispatchEvent(new Event("change", { bubbles: true }));
+            const value = (one) => document.querySelector(`#interactive-${one} + input`).value;
+            return [option.textContent, sliders.map((one) => Number(value(one)))];
+        });"""
+    return dict(browser.execute_script(code, name, sliders))
+
+
+def test_the_presets(browser):
+    show(browser, "docs/cost_model.html")
+    page = (ROOT / "docs" / "cost_model.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| ([^|]+) \| ([\d.]+) µs \| ([\d.]+) GB/s \|", page)
+    links = {name: [float(us), float(gb)] for name, us, gb in rows}
+    assert presets(browser, "links", "latency", "bandwidth") == links and len(links) == 7
+    gradients = presets(browser, "gradients", "gradient").values()
+    show(browser, "docs/memory.html")
+    models = presets(browser, "models", "parameters", "activations")
+    million = [25.557032, 340, 1500, 7500, 8053.06368, 175_000]
+    assert [parameters for parameters, _ in models.values()] == million
+    sizes = [8 * n * width * (width + 1) / 1e6 for n, width in how_fast.SHAPES.values()]
+    sizes += [4 * million[0], 4 * million[1], 4 * million[2], 2 * million[4]]
+    assert [size for (size,) in gradients] == pytest.approx(sizes)
+    shapes = [(0, 0, 0), (24, 512, 1024), (48, 1024, 1600), (0, 0, 0)]
+    shapes += [(40, 2048, 4096), (96, 2048, 12288)]  # blocks, tokens, width
+    kept = [f"{34 * blocks * tokens * width / 1e9:.3g}" for blocks, tokens, width in shapes]
+    assert [f"{activations:.3g}" for _, activations in models.values()] == kept
+
+
+def test_an_address_sets_all_settings_and_a_link_into_the_page_none(browser):
+    show(browser, "docs/cost_model.html")
+    assert texts(browser, "dd")[0] == ms(cost(browser)["step"])
+    browser.execute_script("location.hash = '#devices=1024'")
+    many = ms(cost(browser, devices=1024)["step"])
+    wait_for(browser, "dd", many)
+    click(browser, "[href='#how-to-read-it']")
+    wait_for(browser, "dd", many)
+    assert "devices=1024" in browser.current_url
+    browser.execute_script("location.hash = '#compute=20'")
+    wait_for(browser, "dd", ms(cost(browser, compute=0.02)["step"]))  # 8 devices again
+    click(browser, "#task-2 a")
+    half = ms(cost(browser, overlap=0.5)["step"])
+    wait_for(browser, "dd", half)
+    assert texts(browser, ".interactive-task")[0].startswith("Task 2. Eight devices compute")
+    click(browser, ".languages a")
+    wait_for(browser, "dd", half)
+    assert "zh_CN/docs/cost_model.html#task=2&" in browser.current_url
+    said = browser.execute_script("""const { bytes, count, few, time } = interactive;
+        return [few(0.000123), few(0), few(12.345), few(1024), few(999.9), time(2e-10),
+            bytes(1.5e15), count(1, "device"), count(1024, "device")].join("; ")""")
+    numbers = "0.000123; 0; 12.3; 1,024; 1,000; 0.0002 µs; 1,500 TB; 1 device; 1,024 devices"
+    assert said.replace("\xa0", " ") == numbers
+
+
+def test_the_player_plays_and_answers_the_keyboard(browser):
+    show(browser, "docs/player.html")
+    stories = browser.execute_script("return Object.values(RECORDED).map(stepsOf)")
+    buttons = browser.find_elements("css selector", "#player [aria-label=story] button")
+    for button, steps in zip(buttons, stories, strict=True):
+        button.click()
+        for key, at in ((RIGHT, 1), (RIGHT, 2), (LEFT, 1), (END, len(steps) - 1), (HOME, 0)):
+            press(browser, ":focus", key)
+            assert texts(browser, ".player-position") == [f"step {at + 1} of {len(steps)}"]
+            assert texts(browser, ".player-caption") == [steps[at]["caption"]]
+    browser.execute_script("const wait = setTimeout; setTimeout = (act) => wait(act, 1)")
+    press(browser, ":focus", " ")
+    assert "Pause" in texts(browser, "#player button")
+    wait_for(browser, ".player-position", "step 3 of")
+    press(browser, ":focus", " ")
+    assert "Play" in texts(browser, "#player button")
+    show(browser, "docs/player.html", width=390)  # the figure is wider: there the arrows scroll it
+    browser.find_elements("css selector", "#player button")[2].click()
+    press(browser, ":focus", RIGHT)
+    assert texts(browser, ".player-position")[0].startswith("step 1 of")
+
+
+def test_the_search_finds(browser):
+    show(browser, "index.html")
+    press(browser, "input.sidebar-search", "map_location\n")
+    wait_for(browser, "#search-results li a", "Lesson 06")
+    for word, lesson in (("进程组", "第 03 课"), ("梯度", "第 02 课"), ("桶", "第 02 课")):
+        show(browser, f"zh_CN/search.html?q={quote(word)}")
+        wait_for(browser, "#search-results li a", lesson)

@@ -1,7 +1,7 @@
 // The message player: what the pictures of the notebooks show, step by step.
 //
 // RECORDED comes from player_data.js: the events that the stored pictures carry, as
-// scripts/site_events.py has found them. The first part has no page in it, so that a test can run
+// docs/build/events.py has found them. The first part has no page in it, so that a test can run
 // it in node. Colours and hatches are those of notebooks/nbtools/pictures.py.
 "use strict";
 

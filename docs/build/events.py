@@ -1,18 +1,14 @@
 """Read the events that the pictures of the notebooks carry, and hand them to the site's player.
 
-    .venv/bin/python scripts/site_events.py docs/_static/player_data.js
-
 `nbtools.pictures` puts what a picture shows into the text of its PNG, and the PNG is stored in the
 notebook. So the player can show nothing else than the notebook does. No package is needed.
 """
 
 import base64
 import json
-import sys
 import zlib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 STORIES = {  # name in player.js: (lesson, kind, title of the picture)
     "ring": (
@@ -86,9 +82,3 @@ def write_player_data(root, file):
     stories = {name: find_story(root, name) for name in STORIES}
     text = json.dumps(stories, ensure_ascii=False, separators=(",", ":"))
     Path(file).write_text(f"const RECORDED = {text};\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    write_player_data(ROOT, sys.argv[1])

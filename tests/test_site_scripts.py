@@ -1,0 +1,311 @@
+"""The site's scripts, run by node without a page: they compute and tell what the lessons do.
+
+Where there is a browser, tests/test_site.py tries the pages themselves.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import product
+
+import lesson_11_how_fast as how_fast
+import lesson_12_pipeline_parallel as pipeline
+import pytest
+from conftest import ROOT
+from IPython.core.pylabtools import print_figure
+from nbtools import pictures
+
+sys.path.append(str(ROOT / "docs" / "build"))
+import events
+
+DOCS = ROOT / "docs"
+COST, MEMORY, PLAYER = (
+    (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("cost_model", "memory", "player")
+)
+# name, latency in µs, bandwidth in GB/s
+ROWS = re.findall(r"(?m)^\| ([^|]+) \| ([\d.]+) µs \| ([\d.]+) GB/s \|", COST)
+LINKS = [(name, float(us), float(gb)) for name, us, gb in ROWS]
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
+CALLS = """
+const script = require(process.argv[1]);
+const calls = JSON.parse(require("fs").readFileSync(0));
+console.log(JSON.stringify(calls.map(([name, ...values]) => script[name](...values))));
+"""
+
+
+def node(script, calls):
+    """Return what the functions of a script return; `calls` is a list of (name, arguments ...)."""
+    command = ["node", "-e", CALLS, DOCS / "_static" / f"{script}.js"]
+    return json.loads(subprocess.check_output(command, input=json.dumps(calls), text=True))
+
+
+def costs(*jobs):
+    """Return what a step costs, for each (devices, µs, GB/s, MB, ms, overlap, slowest, divided)."""
+    calls = []
+    for devices, us, gb, megabytes, ms, overlap, slowest, divided in jobs:
+        link = {"latency": us / 1e6, "bandwidth": gb * 1e9, "overlap": overlap}
+        work = {"size": megabytes * 1e6, "compute": ms / 1e3, "slowest": slowest}
+        job = {"devices": devices, **link, **work, "divided": divided}
+        calls.append(("dataParallelStep", job))
+    return node("cost_model_formulas", calls)
+
+
+def memories(*jobs):
+    """Return what a rank keeps, for each job: a tuple of these."""
+    names = ("strategy", "parameters", "precision", "optimizer")
+    names += ("ranks", "activations", "micro_batches", "cut")
+    calls = [("rankMemory", dict(zip(names, job, strict=True))) for job in jobs]
+    return node("memory_formulas", calls)
+
+
+# --- The formulas are those of the lessons, and of their sources ---
+
+
+@needs_node
+def test_a_step_is_that_of_lesson_11():
+    jobs = product((1, 2, 7, 256), how_fast.LINKS, (0.004096, 102.2), (10, 100), (False, True))
+    jobs = [(n, us, gb, mb, ms, divided) for n, (us, gb, _), mb, ms, divided in jobs]
+    apart, beside = (costs(*((*job[:5], f, 1, job[5]) for job in jobs)) for f in (0, 1))
+    for (n, us, gb, mb, ms, divided), *steps in zip(jobs, apart, beside, strict=True):
+        cost = how_fast.all_reduce_cost(n, mb * 1e6)
+        sending = how_fast.predict_all_reduce((us / 1e6, 1e-9 / gb), n, mb * 1e6)
+        alone, share = (ms / 1e3, ms / 1e3 / n) if divided else (n * ms / 1e3, ms / 1e3)
+        speedups = how_fast.predict_speedup(alone, share, sending)
+        for step, speedup in zip(steps, speedups, strict=True):
+            both = (step["speedup"], step["efficiency"], step["step"])
+            assert both == pytest.approx((speedup, speedup / n, alone / speedup))
+            assert (step["messages"], step["sent"]) == pytest.approx(cost)
+            assert (step["share"], step["late"]) == (pytest.approx(share), 0)
+            assert (step["sending"], step["hidden"] + step["exposed"]) == pytest.approx(
+                (sending, sending)
+            )
+
+
+@needs_node
+def test_a_slow_device_and_a_part_of_the_overlap():
+    """The page: step = c + sending - min(f sending, c), where c is that of the slowest device."""
+    link = (2, 0, 0.001, 1)  # two devices send 1 MB each, in 1 s
+    names = ("share", "late", "hidden", "exposed", "step", "speedup")
+    for job, wanted in {
+        (1000, 0.25, 1.5, False): [1, 0.5, 0.25, 0.75, 2.25, 2 / 2.25],
+        (200, 0.5, 2, False): [0.2, 0.2, 0.4, 0.6, 1, 0.4],
+        (1000, 0, 3, True): [0.5, 1, 0, 1, 2.5, 1 / 2.5],
+    }.items():
+        (step,) = costs((*link, *job))
+        assert [step[name] for name in names] == pytest.approx(wanted)
+
+
+@needs_node
+def test_memory_is_that_of_zero():
+    """arXiv:1910.02054, figure 1: 7.5 billion parameters on 64 devices; section 5: what is cut."""
+    figure = {"data": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
+    held = memories(*((way, 7.5, "mixed", "Adam", 64, 0, 1, 0) for way in figure))
+    assert [round(row["total"], 1) for row in held] == [*figure.values()]
+    parts = {"data": [4, 4, 8], "zero1": [4, 4, 1], "zero2": [4, 0.5, 1], "zero3": [0.5, 0.5, 1]}
+    held = memories(*((way, 1, "float32", "Adam", 8, 3, 5, 0.7) for way in parts))
+    for row, three in zip(held, parts.values(), strict=True):
+        assert [*row.values()] == [*three, 3, sum(three) + 3]
+
+
+@needs_node
+def test_bytes_for_one_parameter():
+    """SGD keeps nothing, momentum one number, Adam two; mixed precision a copy (ZeRO, 3.1)."""
+    wanted = {
+        "float32": {"SGD": [4, 4, 0], "momentum": [4, 4, 4], "Adam": [4, 4, 8]},
+        "mixed": {"SGD": [2, 2, 4], "momentum": [2, 2, 8], "Adam": [2, 2, 12]},
+    }
+    asked = [(precision, optimizer) for precision in wanted for optimizer in wanted[precision]]
+    told = node("memory_formulas", [("bytesPerParameter", *one) for one in asked])
+    assert told == [wanted[precision][optimizer] for precision, optimizer in asked]
+
+
+@needs_node
+def test_memory_is_that_of_lessons_12_and_13():
+    """Lesson 12 says 112 GB, and the table of lesson 13 129 and 16 (40 blocks of width 4,096)."""
+    size = 40 * 12 * 4096**2 / 1e9
+    jobs = [
+        (way, size, "mixed", "Adam", 8, 0, 32, 0) for way in ("data", "zero3", "tensor", "1f1b")
+    ]
+    adam, *held = memories(("data", 7, "float32", "Adam", 1, 0, 1, 0), *jobs)
+    assert [adam["total"], *(round(row["total"]) for row in held)] == [112, 129, 16, 16, 16]
+    (tensor,) = memories(("tensor", 1, "mixed", "Adam", 8, 100, 32, 0.7))
+    assert tensor["activations"] == pytest.approx(30 + 70 / 8)  # the cut part alone is divided
+
+
+@needs_node
+def test_what_a_stage_keeps_is_that_of_lesson_12():
+    ways = {
+        "gpipe": pipeline.all_forward_then_all_backward,
+        "1f1b": pipeline.one_forward_one_backward,
+    }
+    jobs = list(product(ways, (1, 3, 4), (2, 4, 8)))
+    held = memories(*((way, 1, "mixed", "Adam", n, 12, micro, 0) for way, n, micro in jobs))
+    for (way, n, micro), row in zip(jobs, held, strict=True):
+        kept = max(pipeline.alive_at_most(ways[way](rank, n, micro)) for rank in range(n))
+        assert row["activations"] == pytest.approx(12 / n * kept)
+
+
+# --- What the pages say ---
+
+
+def test_the_links_are_those_of_lesson_11():
+    stored = json.loads((ROOT / "notebooks" / "lesson_11_how_fast.ipynb").read_text("utf-8"))
+    outputs = [out for cell in stored["cells"] for out in cell.get("outputs", [])]
+    found = re.findall(
+        r"(\d) ranks, all-reduce: (\d+) us per message, ([\d.]+) s per GB; wrong.*, "
+        r"([\d.]+) \(worst\) where fitted; .*, ([\d.]+) elsewhere",
+        "".join("".join(out.get("text", "")) for out in outputs),
+    )
+    assert [row[0] for row in found] == ["2", "4"]
+    for (name, us, gb), (ranks, *price, fitted, elsewhere) in zip(LINKS, found, strict=False):
+        assert name == f"gloo, measured in a job of {ranks} processes"
+        assert (us, gb) == (float(price[0]), round(1 / float(price[1]), 1)), "write the new fit"
+        (row,) = re.findall(rf"(?m)^\| {name} \|.*", COST)
+        assert f"{fitted} at most where it was fitted, {elsewhere} elsewhere" in row
+    assert {(us, gb) for us, gb, _ in how_fast.LINKS} == {(us, gb) for _, us, gb in LINKS[3:6]}
+
+
+@needs_node
+def test_the_answers_on_cost():
+    one, two, three = re.findall(r"<details>.*?</details>", COST)
+    resnet = (10, 16, 102.228128, 10)
+    few, many, half = costs(*((n, *resnet, 0, 1, False) for n in (8, 256, 640)))
+    sent = [step["sent"] / 1e6 for step in (few, many)]
+    times = [1e3 * step["sending"] for step in (few, many)]
+    prices = [1e-2 * step["messages"] for step in (few, many)]  # ms: 10 µs each
+    grown, by_messages = times[1] - times[0], prices[1] - prices[0]
+    for text in (
+        f"{sent[0]:.0f} MB to {sent[1]:.0f} MB, a factor of {sent[1] / sent[0]:.2f}:",
+        f"from {few['messages']} to {many['messages']}, a factor of {prices[1] / prices[0]:.0f}.",
+        f"{grown:.1f} ms by which the all-reduce grows, from {times[0]:.1f} ms to {times[1]:.1f}",
+        f"{by_messages:.1f} are the price of the messages and {grown - by_messages:.1f} that of",
+        f"is {prices[0] / times[0]:.0%}".replace("%", " % of the sending with 8 devices"),
+        f"{prices[1] / times[1]:.0%}".replace("%", " % with 256"),
+    ):
+        assert text in one
+    assert half["messages"] * 10e-6 / half["sending"] == pytest.approx(0.5, abs=0.01)
+    (hidden,) = costs((8, *resnet, 1, 1, False))
+    assert f"<p>{1e3 * hidden['exposed']:.2f} ms, and not 0" in two
+    for (_, us, gb), best in zip(LINKS[:2], (6, 9), strict=True):
+        steps = costs(*((n, us, gb, 8.404992, 90, 0, 1, True) for n in range(1, 99)))
+        steps = dict(enumerate([1e3 * step["step"] for step in steps], start=1))
+        assert min(steps, key=steps.get) == best
+        assert f"{best} devices, with a step of {steps[best]:.2f} ms" in three
+        if best == 6:
+            assert f"5 need {steps[5]:.1f} ms, and 7 need {steps[7]:.2f} ms" in three
+    assert f"6 devices need {steps[6]:.1f} ms" in three
+
+
+@needs_node
+def test_the_answers_on_memory():
+    one, _, three = re.findall(r"<details>.*?</details>", MEMORY)
+    job = (8.05306368, "mixed", "Adam")
+    ways = [("zero2", 10**9), ("zero3", 16), ("gpipe", 8), ("gpipe", 16), ("1f1b", 8), ("1f1b", 16)]
+    zero2, zero3, *stages = memories(*((way, *job, n, 11.4, 32, 0.7) for way, n in ways))
+    assert f"whole, {zero2['parameters']:.1f} GB, and with 11.4 GB" in one
+    assert f"that is {zero2['total']:.1f} GB" in one
+    assert f"with 16 ranks it needs {zero3['total']:.1f} GB" in one
+    kept = [f"{row['activations']:.1f} GB" for row in stages]
+    assert f"from {kept[0]} to {kept[1]}" in three
+    assert kept[2] == kept[3] and f"stay at {kept[2]}" in three
+
+
+# --- The player: its stories are what the notebooks store, and what they say ---
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return {name: events.find_story(ROOT, name) for name in events.STORIES}
+
+
+def steps_of(*stories):
+    """Return the steps that player.js makes of each story."""
+    return node("player", [("stepsOf", story) for story in stories])
+
+
+def total(story):
+    return sum(event.get("nbytes", 0) for event in story.get("events") or story["spans"])
+
+
+def test_a_picture_carries_its_events():
+    send = pictures.Span("rank 0", "send", "sum", 5.0, 5.0021234, 8)
+    work = pictures.Span("rank 1", "compute", "step", 5.001, 5.002)
+    lanes = pictures.lanes([send, work], "Größe", arrows=[(send, work)])
+    message = pictures.Message("out", "x", "y", 96)
+    strip = pictures.strip([message], "Größe", ["x", "y"], ["-", "out"], {(1, "y"): "new"})
+    texts = [events.png_text(print_figure(figure)) for figure in (lanes, strip)]
+    one, two = (json.loads(text["Description"]) for text in texts)
+    assert one["title"] == two["title"] == "Größe"
+    assert [(s["begin"], s["end"]) for s in one["spans"]] == [(0, 2.123), (1, 2)]
+    assert one["spans"][0]["nbytes"] == 8 and one["arrows"] == [[0, 1]]
+    assert (two["events"], two["steps"]) == ([message._asdict()], ["-", "out"])
+    assert two["holds"] == [["x", "y"], ["x", "new"], ["x", "y"]]
+
+
+def test_the_stories_say_what_the_lessons_say(stories):
+    ring, parallel, buckets, pipeline = stories.values()
+    for rank in ring["places"]:  # three ranks: 2(n-1) steps, 2(n-1)/n of 24 float64
+        sent = [event["nbytes"] for event in ring["events"] if event["source"] == rank]
+        assert sent == [24 * 8 // 3] * len(ring["steps"]) == [64] * 4
+    assert {text.partition("\n")[2] for text in ring["holds"][-1]} == {"111 | 111 | 111"}
+    assert sorted({step[0] for step in parallel["steps"]}) == ["1", "2", "3", "4", "5"]
+    assert all("device 0" in (e["source"], e["target"]) for e in parallel["events"])
+    sends = sorted(s["lane"] for s in buckets["spans"] if s["kind"] == "send")
+    assert sends == ["rank 0, gloo"] * 6 + ["rank 1, gloo"] * 6
+    for rank, lane in enumerate(pipeline["order"]):
+        own = [s["name"] for s in pipeline["spans"] if s["lane"] == lane and s["kind"] != "wait"]
+        kept = [sum(1 if name[0] == "F" else -1 for name in own[:n]) for n in range(17)]
+        assert (len(own), kept[-1], max(kept)) == (16, 0, 4 - rank)
+
+
+def test_the_page_names_the_lesson_and_the_bytes_of_each_story(stories):
+    parts = PLAYER.split("\n## ")[1:]
+    for part, story in zip(parts, stories.values(), strict=True):
+        (link,) = re.findall(rf"\[lesson {story['lesson']}\]\((.*)\)", part)
+        assert (DOCS / link).is_file()
+        assert f"{total(story) or 6 * 8192:,} B" in part  # lesson 12: 8,192 B per link and way
+
+
+@needs_node
+def test_the_player_tells_the_same(stories):
+    ring, _, buckets, pipeline = told = steps_of(*stories.values())
+    assert [steps[-1].get("sent", 0) for steps in told] == [*map(total, stories.values())]
+    sends = "rank 0 sends 64 B to rank 1; rank 1 sends 64 B to rank 2; rank 2 sends 64 B to rank 0."
+    assert ring[3]["caption"] == f"Step 4 of 4 (4 store): {sends} Sent so far: 768 B."
+    assert "Handed in by all ranks so far: 12.6 MB." in buckets[-1]["caption"]
+    assert len(re.findall("gloo begins all_reduce", str(buckets))) == 12
+    ended = re.findall(r"ends (\w\d)", " ".join(step["caption"] for step in pipeline))
+    assert sorted(ended) == sorted(f"{kind}{n}" for kind in "FB" for n in range(8) for _ in "0123")
+    assert pipeline[-1]["kept"] == [0, 0, 0, 0]
+    assert [max(kept) for kept in zip(*(s["kept"] for s in pipeline), strict=True)] == [4, 3, 2, 1]
+
+
+@needs_node
+def test_the_player_says_who_still_computes_and_who_waits(stories):
+    for story in (stories["buckets"], stories["one_f_one_b"]):
+        spans = story["spans"]
+        grain = max(span["end"] for span in spans) / 100
+        for step in steps_of(story)[0]:
+            now = [s for s in spans if s["begin"] <= step["until"] < s["end"] - grain]
+            for kind, words in (("compute", "Still computing"), ("wait", "Waiting")):
+                names = ", ".join(sorted({s["lane"] for s in now if s["kind"] == kind}))
+                told = re.findall(rf"{words}: (.*?)\.", step["caption"])
+                assert told == ([names] if names else [])
+
+
+@needs_node
+def test_the_player_says_that_a_rank_pauses_where_it_goes_on_with_the_same():
+    spans = [("forward", 0, 4), ("backward", 5, 6), ("backward", 8, 9), ("step", 9.5, 10)]
+    names = ("name", "begin", "end")
+    spans = [dict(zip(names, s, strict=True), lane="rank 0", kind="compute") for s in spans]
+    (told,) = steps_of({"kind": "lanes", "order": ["rank 0"], "spans": spans})
+    said = re.findall(r"rank 0 (.*?)\.", " ".join(step["caption"] for step in told))
+    assert said == ["ends forward", "pauses in backward", "ends backward", "ends step"]
+
+
+def test_a_missing_story_is_named(monkeypatch):
+    monkeypatch.setitem(events.STORIES, "ring", ("11", "strip", "X"))
+    with pytest.raises(LookupError, match=r"lesson_11.*'X'.*it has: strip 'A ring"):
+        events.find_story(ROOT, "ring")
