@@ -1,6 +1,7 @@
 """The doctor: what it finds in order, what it does not, and what it says to do."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, finish, start_program, watch_ports
-from lockstep import environment, lessons, needs, network
+from lockstep import environment, lessons, needs, network, run
+from lockstep import machine as one_of_several
 from lockstep.doctor import machine, machines, methods, pairs, ranks, report
 from lockstep.doctor.row import Row
 from lockstep.two_machines.namespaces import PORT, TwoMachines
@@ -226,8 +228,12 @@ def test_bad_flags_cost_one_line_and_checking_flags_leaves_nothing(tmp_path, cap
     assert capsys.readouterr() == ("", "")
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    process, end, family = start(tmp_path), time.monotonic() + 200, []
+HANGS = "import sys, time\nif 'rank.py' in str(sys.orig_argv):\n    time.sleep(1000)\n"
+
+
+def test_ctrl_c_leaves_nothing_behind_also_where_ranks_hang(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    process, end, family = start(tmp_path, PYTHONPATH=str(tmp_path)), time.monotonic() + 200, []
     while len([each for each in family if "rank.py" in str(each.info["cmdline"])]) < 2:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
@@ -306,10 +312,11 @@ def test_a_rank_that_does_not_come_or_goes_is_named_once():
 
 
 def test_the_cause_is_not_who_lost_a_connection_or_waited():
-    store = dist.HashStore()
-    for rank, problem in enumerate((None, '"Connection reset by peer"', '"timed out"', '"no lo"')):
-        store.set(f"end/{rank}", problem or "null")
-    assert pairs.Peers(store, 0, 4, 1).cause("end", None) == "no lo"
+    store, cause = dist.HashStore(), "no interface has this name, or it has no address"
+    for rank, problem in enumerate((None, "Connection reset by peer", cause, "timed out", cause)):
+        store.set(f"end/{rank}", json.dumps(problem))
+    assert pairs.Peers(store, 0, 5, 1).cause("end", None) == cause
+    assert pairs.Peers(store, 1, 2, 1).cause("end", "Broken pipe") == "Broken pipe"
 
 
 def test_a_pair_that_does_not_connect_is_named_with_direction_and_cure():
@@ -343,6 +350,16 @@ def test_of_many_ranks_the_first_of_each_machine_are_timed():
     everyone = [{"machine": f"m{rank // 4}"} for rank in range(12)]
     assert pairs.chosen_pairs(everyone) == [(0, 4), (0, 8), (4, 8)]
     assert pairs.chosen_pairs(everyone[:3]) == [(0, 1), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("advice", ["eth7", None])
+def test_what_it_says_to_export_counts_in_the_command_for_one_of_several(monkeypatch, advice):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if advice:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", advice)
+    monkeypatch.setattr(run, "start", lambda how, script, flags, environment: environment)
+    given = one_of_several.main(["doctor", "--nodes=127.0.0.1", "--node-rank=0", "--port=1"])
+    assert given["GLOO_SOCKET_IFNAME"] == (advice or network.loopback())
 
 
 def cannot_make_machines():
