@@ -38,6 +38,13 @@ DISK_GB = {
 }
 OTHER_GB = 0.03
 
+# What pip writes after all files of a package, and after all packages that it needs.
+LAST = "INSTALLER"
+HAS_PIP = f"""
+from importlib.metadata import distribution
+assert distribution("pip").read_text("{LAST}")
+"""
+
 CAUSES = {  # what the output of pip or ensurepip contains: what it means, and the cure
     "No space left|quota exceeded": "the disk is full. Make room on it",
     "connection broken|Max retries|timed out|IncompleteRead": "the package index can't be reached. "
@@ -65,44 +72,43 @@ class Wanted:
         self.python = self.place / "bin" / "python"
         self.state = ROOT / f"{self.place.name}.state"  # "installing", "complete", or nothing
 
-    def installed_in(self, pattern):
+    def site_packages(self, pattern="."):
         """Return the paths in the environment's site-packages that match the pattern."""
-        return list(self.place.glob(f"lib/python*/site-packages{pattern}"))
+        return list(self.place.glob(f"lib/python*/site-packages/{pattern}"))
+
+    def is_cut_off(self):
+        """Return whether an installation has not come to its end: it was ended, or it runs now."""
+        return self.state.exists() and self.state.read_text() == "installing"
+
+    def is_broken(self):
+        """Return whether pip was ended while it replaced a package by another version of it.
+
+        Until the new one is complete, the old one has a name with ~.
+        """
+        return self.is_cut_off() and self.site_packages("~*") != []
 
     def missing(self, folders):
         """Return the pins that are not installed in these folders."""
         return [pin for pin in self.pins if not is_installed(*pin.split("=="), folders)]
 
-    def is_cut_off(self):
-        """Return whether pip was ended in the middle of a package, or is in the middle of one now.
-
-        pip writes a package's INSTALLER after all its files and scripts; and what it replaces has a
-        name with ~ until the new package is there.
-        """
-        if not self.state.exists() or self.state.read_text() != "installing":
-            return False
-        packages = self.installed_in("/*.dist-info")
-        complete = all((package / "INSTALLER").exists() for package in packages)
-        return not packages or not complete or self.installed_in("/~*") != []
-
     def is_here(self):
-        """Return whether this interpreter has all that is wanted, and nothing in it is half."""
+        """Return whether this interpreter has all that is wanted."""
         in_place = Path(sys.prefix).resolve() == self.place.resolve()
-        if in_place and self.is_cut_off():
-            return False
-        return not self.missing(sys.path)
+        return not (in_place and self.is_broken()) and not self.missing(sys.path)
 
     def is_there(self):
-        """Return whether the environment has all that is wanted, and nothing in it is half."""
+        """Return whether the environment has all that is wanted."""
         package = ROOT / "scripts" / "lockstep"
         return succeeds(self.python, package, "environment", "--check", self.what)
 
 
 def is_installed(name, version, folders):
-    """Return whether one of the folders has the package in this version."""
-    found = metadata.distributions(name=name, path=[str(folder) for folder in folders])
-    # A local label, as in "2.13.0+cpu", names a build of the same version.
-    return any(str(package.version).partition("+")[0] == version for package in found)
+    """Return whether one of the folders has the package in this version, and complete."""
+    for package in metadata.distributions(name=name, path=[str(folder) for folder in folders]):
+        found = str(package.version).partition("+")[0]  # "2.13.0+cpu" is a build of 2.13.0
+        if found == version and package.read_text(LAST) is not None:
+            return True
+    return False
 
 
 def succeeds(*command):
@@ -117,7 +123,7 @@ def succeeds(*command):
 
 
 def make(wanted):
-    """Make it complete. Two calls at once take turns; a call that was cut off is begun anew."""
+    """Make it complete. Two calls at once take turns; the next goes on where one was cut off."""
     # The lock is on an open file: the operating system lifts it even if this process is killed.
     with open(wanted.state, "a") as lock:
         try:
@@ -131,11 +137,13 @@ def make(wanted):
 
 def complete(wanted, lock):
     """Install what is missing, while nobody else does."""
-    is_new = not wanted.python.exists() or wanted.is_cut_off()
+    is_new = not wanted.python.exists() or wanted.is_broken()
     if is_new and wanted.place.exists():
-        print("the last installation was cut off: starting again", file=sys.stderr)
+        print(f"{wanted.place} can't be used: it is made anew", file=sys.stderr)
         shutil.rmtree(wanted.place, ignore_errors=True)
-    missing = wanted.missing(wanted.installed_in(""))
+    if wanted.is_cut_off():
+        forget_what_is_half(wanted)
+    missing = wanted.missing(wanted.site_packages()) or wanted.pins
     check_disk(missing)
     names = ", ".join(pin.partition("==")[0] for pin in missing)
     names = names if len(missing) <= 5 else f"{len(missing)} packages"
@@ -146,8 +154,15 @@ def complete(wanted, lock):
         install(wanted, lock)
         wanted.state.write_text("complete")
     finally:
-        if is_new and wanted.state.read_text() != "complete":
+        if is_new and wanted.is_cut_off():
             shutil.rmtree(wanted.place, ignore_errors=True)
+
+
+def forget_what_is_half(wanted):
+    """Let pip install again what it has not finished, in place of the files that are there."""
+    for package in wanted.site_packages("*.dist-info"):
+        if not (package / LAST).exists():
+            shutil.rmtree(package)
 
 
 def check_disk(pins):
@@ -171,7 +186,7 @@ def install(wanted, lock):
     """Make the environment if there is none, and install what is wanted into it."""
     if not wanted.python.exists():
         venv.create(wanted.place, symlinks=True)
-    if not succeeds(wanted.python, "-I", "-c", "import pip"):
+    if not succeeds(wanted.python, "-I", "-c", HAS_PIP):
         call(wanted, lock, "ensurepip", "--default-pip")
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
     call(wanted, lock, "pip", "install", *options, "-c", str(wanted.requirements), *wanted.pins)

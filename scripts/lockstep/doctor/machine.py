@@ -90,7 +90,8 @@ def look_at_versions():
     A package that is absent is no fault, but for torch and numpy: each launcher installs what its
     lesson needs. With LOCKSTEP_PYTHON it does not.
     """
-    if environment.Wanted("all").is_cut_off() and not os.environ.get("LOCKSTEP_PYTHON"):
+    wanted = environment.Wanted("doctor")
+    if wanted.is_cut_off() and not wanted.is_here() and not os.environ.get("LOCKSTEP_PYTHON"):
         cure = f"wait if it runs now; else {install(lessons.TORCH)} goes on with it"
         return Row("versions", "not ok", "an installation into .venv was cut off", cure)
     wrong, absent = {}, []
