@@ -232,14 +232,14 @@ def total(story):
 def test_a_picture_carries_its_events():
     send = pictures.Span("rank 0", "send", "sum", 5.0, 5.0021234, 8)
     work = pictures.Span("rank 1", "compute", "step", 5.001, 5.002)
-    lanes = pictures.lanes([send, work], "Größe", arrows=[(send, work)])
+    lanes = pictures.lanes([send, work], "Größe")
     message = pictures.Message("out", "x", "y", 96)
     strip = pictures.strip([message], "Größe", ["x", "y"], ["-", "out"], {(1, "y"): "new"})
     texts = [events.png_text(print_figure(figure)) for figure in (lanes, strip)]
     one, two = (json.loads(text["Description"]) for text in texts)
     assert one["title"] == two["title"] == "Größe"
     assert [(s["begin"], s["end"]) for s in one["spans"]] == [(0, 2.123), (1, 2)]
-    assert one["spans"][0]["nbytes"] == 8 and one["arrows"] == [[0, 1]]
+    assert one["spans"][0]["nbytes"] == 8
     assert (two["events"], two["steps"]) == ([message._asdict()], ["-", "out"])
     assert two["holds"] == [["x", "y"], ["x", "new"], ["x", "y"]]
 

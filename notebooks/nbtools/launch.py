@@ -45,8 +45,8 @@ def launch(lesson, deadline=300, **flags):
 def _run(lesson, words, deadline):
     """Run the launcher to its end; return the CompletedProcess."""
     command = ["bash", str(ROOT / "scripts" / f"lesson_{lesson:02}.sh"), "--json", *words]
-    # torchrun's ranks are not in the launcher's process group: torchrun itself has to end them. So
-    # it is asked politely first, and gets the time that it gives its ranks, and a little more.
+    # The lesson is not in the launcher's process group: the launcher has to end it. So it is asked
+    # politely first, and gets the time that torchrun gives its ranks, and a little more.
     farewell = f"kill -TERM 0; sleep {PATIENCE + 3}"
     settings = {
         "LOCKSTEP_PYTHON": sys.executable,
@@ -72,7 +72,7 @@ def _run(lesson, words, deadline):
 
 
 def _end(process, group):
-    """End a launcher and its process group: politely first, because torchrun has ranks to end."""
+    """End a launcher and its process group: politely first, because it has a lesson to end."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(group, signal_number)
         with contextlib.suppress(subprocess.TimeoutExpired):

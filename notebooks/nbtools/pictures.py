@@ -56,27 +56,22 @@ def hatch(kind):
     return {"facecolor": colour, "hatch": pattern, "edgecolor": "black", "linewidth": 0.6}
 
 
-def lanes(spans, title, order=None, arrows=()):
+def lanes(spans, title, order=None):
     """Draw `spans` (a list of Span) as lanes over time; return the figure.
 
     `order` names the lanes from top to bottom (default: by name). Spans of one lane that overlap
     share its height; those that follow each other closely and have the same name, up to a colon,
-    become one bar. `arrows` are pairs of spans, from the end of one to the end of the other. Time
-    starts at the first span, in milliseconds.
+    become one bar. Time starts at the first span, in milliseconds.
     """
     start = min(span.begin for span in spans)
     order = order or sorted({span.lane for span in spans})
     bars = [bar for lane in order for bar in _bars(spans, lane, order.index(lane))]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 1.35 + 0.36 * len(order)))
-        ends = {}
         for span, middle, height in bars:
             left, width = (span.begin - start) * 1e3, (span.end - span.begin) * 1e3
             axes.barh(middle, width, height, left, **hatch(span.kind))
-            ends[span] = (left + width, middle)
         _label(axes, bars, start)
-        for one, other in arrows:
-            axes.add_patch(_arrow(ends[one], ends[other], axes.transData))
         axes.set_yticks(range(len(order)), order)
         axes.set_ylim(len(order) - 0.4, -0.6)
         axes.set_xlim(left=0)
@@ -86,7 +81,7 @@ def lanes(spans, title, order=None, arrows=()):
         axes.set_title(title, loc="left", fontweight="bold", pad=26)
         _legend(axes, [span.kind for span in spans])
         figure.tight_layout()
-    _carry(figure, _told_lanes(title, order, bars, start, arrows))
+    _carry(figure, _told_lanes(title, order, bars, start))
     return figure
 
 
@@ -138,10 +133,9 @@ def _legend(axes, kinds):
     axes.legend(handles=handles, **place, borderpad=0, fontsize=9)
 
 
-def _arrow(tail, head, transform):
-    return FancyArrowPatch(
-        tail, head, arrowstyle="-|>", mutation_scale=11, color=ARROW, transform=transform
-    )
+def _draw_arrow(axes, tail, head):
+    style = {"arrowstyle": "-|>", "mutation_scale": 11, "color": ARROW}
+    axes.add_patch(FancyArrowPatch(tail, head, **style, transform=axes.transData))
 
 
 def strip(events, title, places, steps=None, holds=None):
@@ -181,25 +175,17 @@ HALF = 0.23  # half the width of a box
 
 
 def _box(axes, moment, row, text):
-    axes.add_patch(
-        FancyBboxPatch(
-            (moment - HALF, row - 0.3),
-            2 * HALF,
-            0.6,
-            boxstyle="round,pad=0,rounding_size=0.06",
-            facecolor="#DCEBF5",
-            edgecolor="black",
-            linewidth=0.8,
-            zorder=3,
-        )
-    )
+    box = FancyBboxPatch((moment - HALF, row - 0.3), 2 * HALF, 0.6)
+    box.set_boxstyle("round", pad=0, rounding_size=0.06)
+    box.set(facecolor="#DCEBF5", edgecolor="black", linewidth=0.8, zorder=3)
+    axes.add_patch(box)
     axes.text(moment, row, text, ha="center", va="center", fontsize=7.5, zorder=4)
 
 
 def _draw_message(axes, moment, event, places):
     source, target = places.index(event.source), places.index(event.target)
     tail, head = (moment + HALF, source), (moment + 1 - HALF, target)
-    axes.add_patch(_arrow(tail, head, axes.transData))
+    _draw_arrow(axes, tail, head)
     middle = ((tail[0] + head[0]) / 2, (source + target) / 2)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     axes.text(*middle, readable_bytes(event.nbytes), **SMALL, bbox=box)
@@ -210,9 +196,9 @@ def _draw_collective(axes, moment, event, places):
     middle, half = moment + 0.5, 0.1
     for row in rows:
         if event.source in (None, places[row]):
-            axes.add_patch(_arrow((moment + HALF, row), (middle - half, row), axes.transData))
+            _draw_arrow(axes, (moment + HALF, row), (middle - half, row))
         if event.source != places[row]:
-            axes.add_patch(_arrow((middle + half, row), (moment + 1 - HALF, row), axes.transData))
+            _draw_arrow(axes, (middle + half, row), (moment + 1 - HALF, row))
     low, high = min(rows) - 0.35, max(rows) + 0.35
     bar = FancyBboxPatch((middle - half, low), 2 * half, high - low, boxstyle="round,pad=0")
     bar.set(**hatch("send"), zorder=3)
@@ -243,21 +229,14 @@ def _told_strip(events, title, places, steps, holds):
     }
 
 
-def _told_lanes(title, order, bars, start, arrows):
-    """Return what lanes show: times in milliseconds from the first, arrows as pairs of numbers."""
-    drawn = [span for span, _, _ in bars]
+def _told_lanes(title, order, bars, start):
+    """Return what lanes show, with times in milliseconds from the first one."""
     told = []
     for span, middle, height in bars:
         begin, end = (round((moment - start) * 1e3, 3) for moment in (span.begin, span.end))
         one = _without_none(span) | {"begin": begin, "end": end}
         told.append(one | {"middle": round(middle, 3), "height": round(height, 3)})
-    return {
-        "kind": "lanes",
-        "title": title,
-        "order": list(order),
-        "spans": told,
-        "arrows": [[drawn.index(one), drawn.index(other)] for one, other in arrows],
-    }
+    return {"kind": "lanes", "title": title, "order": list(order), "spans": told}
 
 
 def _without_none(event):
