@@ -24,7 +24,7 @@ find_python() { # sets $python to the interpreter to use for $1
     if [ "$1" = site ]; then
         place=$root/.venv.site
     elif [ -n "${LOCKSTEP_PYTHON:-}" ]; then
-        python=$("$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null) && return
+        python=$("$LOCKSTEP_PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null) && [ -n "$python" ] && return
         echo "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is not a Python interpreter" >&2
         return 2
     fi

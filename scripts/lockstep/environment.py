@@ -64,8 +64,7 @@ class Wanted:
     def __init__(self, what):
         self.what = what
         is_site = what == "site"
-        self.requirements = ROOT / ("docs/requirements.txt" if is_site else "requirements.txt")
-        pins = lessons.pins(self.requirements)
+        pins = lessons.pins(ROOT / ("docs/requirements.txt" if is_site else "requirements.txt"))
         names = pins if is_site else lessons.packages_for(what)
         self.pins = [pins[name] for name in names]
         self.place = ROOT / (".venv.site" if is_site else ".venv")
@@ -189,7 +188,7 @@ def install(wanted, lock):
     if not succeeds(wanted.python, "-I", "-c", HAS_PIP):
         call(wanted, lock, "ensurepip", "--default-pip")
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
-    call(wanted, lock, "pip", "install", *options, "-c", str(wanted.requirements), *wanted.pins)
+    call(wanted, lock, "pip", "install", *options, *wanted.pins)
 
 
 def call(wanted, lock, module, *arguments):
