@@ -5,12 +5,18 @@ nbtools.run, the launchers, the doctor and the rehearsals on two machines use th
 
 from __future__ import annotations  # the doctor says goodbye where Python is too old as well
 
+import atexit
+import contextlib
 import ctypes
+import gc
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -61,6 +67,31 @@ def _is_busy(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def run_script(script):
+    """Run a script as Python would; raise what it raises, or OSError if nobody takes its output."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+
+
+def leave_with(code):
+    """End this process as Python does, but for the C++ objects that are still alive.
+
+    A group that has failed, or that DTensor still holds, keeps gloo's threads. If they live until
+    these objects go, C++ now and then aborts the process: "terminate called without an active
+    exception". And when all is well, to take torch apart costs half a second of the processor.
+    """
+    threading._shutdown()  # waits for threads of the script: a file may not be written yet
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():  # also files that the script has left open
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):  # nobody takes it; it is closed
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)  # what C has printed
+    os._exit(code)
 
 
 # --- Why a rank has failed ---

@@ -4,7 +4,6 @@ python scripts/lockstep inside HOW SCRIPT [flags]       HOW: a word of lessons.p
 """
 
 import os
-import runpy
 import signal
 import sys
 import traceback
@@ -14,21 +13,26 @@ from lockstep.lessons import TORCHRUN
 
 
 def main(arguments):
-    """Run a script as if Python had been called with it; return its exit code."""
+    """Run a script as if Python had been called with it; leave with its exit code."""
     how, script, *flags = arguments
     ending.end_with_parent(signal.SIGTERM)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, ending.leave)
+    ending.leave_with(run(how, script, flags))
+
+
+def run(how, script, flags):
+    """Run a script, or start its ranks; return the exit code."""
     try:
         if how == TORCHRUN:
             return ranks.main(script, flags)
         sys.argv = [script, *flags]
         sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+        ending.run_script(script)
     except SystemExit as stop:
-        if not isinstance(stop.code, str):
-            raise
-        lines = stop.code.strip().splitlines()
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        lines = str(stop.code).strip().splitlines()
         print("\n".join(lines if ending.verbose() else lines[-1:]), file=sys.stderr)
         return 1
     except Exception as error:

@@ -4,13 +4,10 @@ The script and the folder come in the environment, because torch.distributed.lau
 its own, --local-rank, in front of ours.
 """
 
-import atexit
 import importlib
 import os
-import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -60,7 +57,7 @@ def run(script):
     if lesson and lesson.start == lessons.LAUNCH_JOB:
         run_launched(importlib.import_module(Path(script).stem))
     else:
-        runpy.run_path(script, run_name="__main__")
+        ending.run_script(script)
 
 
 def run_launched(lesson):
@@ -84,23 +81,5 @@ def run_launched(lesson):
     sys.exit(lesson.start(lesson.main, lesson.refuse))
 
 
-def leave(code):
-    """End this process as Python does, but for the C++ objects that are still alive.
-
-    A group that has failed, or that DTensor still holds, keeps gloo's threads. If they live until
-    these objects go, C++ now and then aborts the process: "terminate called without an active
-    exception". Then torchrun would see a rank that SIGABRT has killed.
-    """
-    threading._shutdown()  # waits for threads of the script: a file may not be written yet
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError as error:  # the disk is full, or nobody reads
-        ending.write_end(ending.reason(error))
-        code = 1
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    leave(main())
+    ending.leave_with(main())
