@@ -46,6 +46,7 @@ def test_ranks_meet_by_each_method_and_each_pair_is_timed(tmp_path):
     pairs = [each for each in checks.values() if "latency_ms" in each]
     assert [p["ranks"] for p in pairs if p["gb_per_s"] > 0] == [[0, 1], [0, 2], [1, 2]]
     assert {"Python", "versions", "torch", "backends", "GPUs", "cores", "interfaces"} <= set(checks)
+    assert set(checks["Python"]) == {"check", "state", "text", "remedy"}
     assert open_ports == set() and list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -127,14 +128,6 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
     (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
     (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher installs"),
-    (
-        environment.Wanted,
-        "is_cut_off",
-        lambda self: True,
-        "versions",
-        "not ok",
-        "wait.*setup.sh 02",
-    ),
     (os, "getloadavg", lambda: (99.0, 0, 0), "cores", "limited", "load 99.0 -> .*too long"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
@@ -158,6 +151,15 @@ def test_each_trouble_is_named_with_its_cure(monkeypatch, owner, name, value, ch
     found = getattr(machine, f"look_at_{check}")(*ARGUMENTS.get(check, []))
     assert found.state == state
     assert re.search(words, f"{found.text} -> {found.remedy}"), found
+
+
+@pytest.mark.parametrize("is_here, state", [(False, "not ok"), (True, "ok")])
+def test_an_installation_that_was_cut_off_matters_if_torch_is_not_here(monkeypatch, is_here, state):
+    monkeypatch.delenv("LOCKSTEP_PYTHON", raising=False)
+    monkeypatch.setattr(metadata, "version", installed())
+    monkeypatch.setattr(environment.Wanted, "is_cut_off", lambda self: True)
+    monkeypatch.setattr(environment.Wanted, "is_here", lambda self: is_here)
+    assert machine.look_at_versions().state == state
 
 
 def test_with_a_python_that_is_given_nobody_installs_what_is_missing(monkeypatch):

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep import rank as one_rank
+from lockstep import ending
 from lockstep.doctor import machine, machines, methods, pairs
 from lockstep.doctor.row import Row
 
@@ -31,7 +31,7 @@ def main(timeout, report):
     if store:
         leave(store, rank, world_size, speaks)
     if "LOCKSTEP_ENDS" not in os.environ:
-        one_rank.leave(code)  # as rank.py does it: a group that has failed may keep threads
+        ending.leave_with(code)  # as rank.py does it: a group that has failed may keep threads
     return code
 
 

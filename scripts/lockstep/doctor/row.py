@@ -20,7 +20,8 @@ class Row(NamedTuple):
     def as_dict(self):
         """Return the row as a dict for JSON, the facts beside the other fields."""
         fields = self._asdict()
-        return {**fields, **(fields.pop("facts") or {})}
+        facts = fields.pop("facts") or {}
+        return {**fields, **facts}
 
     @classmethod
     def from_dict(cls, fields):
