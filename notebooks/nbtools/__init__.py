@@ -25,6 +25,7 @@ for folder in ("scripts", "lessons"):  # the notebooks import the lessons, and w
 from nbtools.blame import RankFailed  # noqa: E402
 from nbtools.cell import (  # noqa: E402
     OutOfBounds,
+    explain_missing_frameworks,
     free_ports,
     hint,
     judge,
@@ -49,3 +50,5 @@ __all__ = [
     "show",
     "show_difference",
 ]
+
+explain_missing_frameworks()

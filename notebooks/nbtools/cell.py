@@ -11,6 +11,8 @@ import textwrap
 import threading
 from pathlib import Path
 
+from lockstep import lessons, needs
+
 from nbtools.blame import RankFailed
 
 # --- Show the source of the lesson's functions: what you read is what runs ---
@@ -153,3 +155,27 @@ def free_ports(count):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
     return ports
+
+
+# --- A framework that is not installed ---
+
+FRAMEWORKS = {"tensorflow": "07", "paddle": "08"}  # the lesson that needs it
+
+
+def explain_missing_frameworks():
+    """Let IPython, if we are in it, answer the import of an absent framework with one line."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        shell.set_custom_exc((ModuleNotFoundError,), _what_to_run)
+
+
+def _what_to_run(shell, kind, error, traceback, tb_offset=None):
+    """Show that a module was not found, as IPython does; if it is a framework, in one line."""
+    if error.name in FRAMEWORKS:
+        number = FRAMEWORKS[error.name]
+        missing = needs.missing_packages(lessons.find(number))
+        if Path(sys.prefix).resolve() == lessons.ROOT / ".venv":
+            missing = f"needs {error.name}: bash scripts/setup.sh {number}"
+        line = f"this notebook {missing}; then run this cell again"
+        error._render_traceback_ = lambda: [line]  # IPython asks for this, as of RankFailed
+    shell.showtraceback((kind, error, traceback), tb_offset, running_compiled_code=True)
