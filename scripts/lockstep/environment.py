@@ -176,7 +176,7 @@ def check_disk(pins):
         build = " (CUDA build of torch)" * with_cuda
         smaller = ", or take the CPU build (docs/install.md)" * with_cuda
         raise SetupFailed(
-            f"it needs {needed:.1f} GB of the disk of {ROOT}{build}, and {free:.1f} GB are free. "
+            f"it needs {needed:.2g} GB of the disk of {ROOT}{build}, and {free:.2g} GB are free. "
             f"Make room{smaller}"
         )
 

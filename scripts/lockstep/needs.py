@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def missing_packages(lesson):
     if not names:
         return None
     wanted = " ".join(pins()[name] for name in names)
-    return f"needs {', '.join(names)}: {sys.executable} -m pip install {wanted}"
+    python = shlex.quote(sys.executable)
+    return f"needs {', '.join(names)}: {python} -m pip install {wanted}"
 
 
 def asked_ranks(flags):
