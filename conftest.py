@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import ipaddress
 import json
@@ -14,11 +15,14 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 from lockstep import lessons
+from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
 ROOT = Path(__file__).resolve().parent
@@ -150,6 +154,43 @@ def run_and_watch(number, words, folder):
 def default_run(lesson_run):
     """Return a function: default_run(3) is lesson_run(3), without flags."""
     return lesson_run
+
+
+def run_warm(script, nproc, *flags):
+    """Run a script in ranks as torchrun starts them; return [(exit code, stdout)], by rank.
+
+    A rank is a fork of a process that has imported torch, and is ready in 0.1 s instead of 3. What
+    the script would spawn is a fork, too.
+    """
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a rank does not import pytest
+    port, words = free_ports(1)[0], [str(flag) for flag in flags]
+    return run(be_a_rank, nproc, str(script), words, port)
+
+
+def be_a_rank(rank, world_size, script, words, port):
+    """Be one rank of a script; return (exit code, stdout)."""
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    dist.destroy_process_group()  # the one that run() has joined: the script joins its own
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+    sys.argv = [script, *words]
+    # It stays: DDP can hang when it is deleted after destroy_process_group() in a process that
+    # goes on, because it waits for gloo's thread, which waits for Python's lock.
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = script
+    code = None
+    with tempfile.TemporaryFile("w+") as stdout:
+        os.dup2(stdout.fileno(), 1)  # for the forks as well
+        try:
+            exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+        except SystemExit as stop:
+            code = stop.code
+        sys.stdout.flush()
+        stdout.seek(0)
+        return code or 0, stdout.read()
 
 
 @pytest.fixture(autouse=True)

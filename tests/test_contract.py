@@ -17,7 +17,7 @@ import textwrap
 from multiprocessing.connection import wait
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_warm
 from lockstep import lessons
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
@@ -455,19 +455,29 @@ def test_links_resolve(path):
 
 
 def test_the_template_is_a_lesson_that_runs():
-    template = ROOT / "templates" / "lesson_NN_slug.py"
-    run = subprocess.run([sys.executable, template, "--json"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-2].startswith("PASS ")
-    assert json.loads(run.stdout.splitlines()[-1])["passed"] is True
+    for nproc in (1, 2):
+        (code, stdout), *others = run_warm(
+            ROOT / "templates" / "lesson_NN_slug.py", nproc, "--json"
+        )
+        assert code == 0 and others == [(0, "")] * (nproc - 1)
+        assert stdout.splitlines()[-2].startswith("PASS ")
+        result = json.loads(stdout.splitlines()[-1])
+        assert result["passed"] is True and result["world_size"] == nproc
 
 
-@pytest.mark.parametrize("name", ["smallest_ddp.py", "smallest_spawn.py"])
-def test_the_smallest_scripts_run(name):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *(launcher if "ddp" in name else []), ROOT / "templates" / name]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0 and "rank 0" in run.stdout, run.stderr
+def test_the_smallest_scripts_run():
+    zero, one = run_warm(ROOT / "templates" / "smallest_ddp.py", 2)
+    assert zero[0] == one[0] == 0 and zero[1].startswith("the last loss of rank 0: ")
+    ((code, stdout),) = run_warm(ROOT / "templates" / "smallest_spawn.py", 1)
+    said = [f"rank {rank} of 2 knows the sum: 3" for rank in (0, 1)]
+    assert code == 0 and sorted(stdout.splitlines()) == said
+
+
+def test_the_smallest_script_can_spawn():
+    """A spawned process imports the script: it must find its work there, and start nothing."""
+    _, *rest, last = parsed(ROOT / "templates" / "smallest_spawn.py").body
+    assert {type(node) for node in rest} == {ast.Import, ast.FunctionDef}
+    assert ast.unparse(last.test) == "__name__ == '__main__'"
 
 
 # --- Claims ---
