@@ -20,6 +20,7 @@ import ast
 import fcntl
 import gc
 import json
+import os
 import re
 import shutil
 import signal
@@ -287,6 +288,8 @@ def build(flags):
     """Build what is asked for in a temporary folder, then put it in its place."""
     with tempfile.TemporaryDirectory(dir=flags.output) as folder:
         tempfile.tempdir = folder  # so that Sphinx leaves nothing elsewhere
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
         source, html, templates = (Path(folder, name) for name in ("source", "html", "gettext"))
         source.mkdir()
         lay_out(source)
@@ -294,16 +297,27 @@ def build(flags):
             write_site(source, html)
         if flags.gettext or flags.translated:
             call_sphinx("gettext", source, templates)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # what is left to do is done in an instant
         for new in (html, templates):
             if new.exists():
                 put_in_place(new, flags.output / new.name)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def interrupt(number, frame):
+    """Handle a signal: leave at once, and nothing behind. (Sphinx would catch a SystemExit.)"""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    print("interrupted: nothing was changed", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def main():
     """Build what is asked for; return the exit code."""
     flags = read_flags()
-    for number in SIGNALS:
-        signal.signal(number, interrupt)
     gc.disable()  # a build keeps most of what it makes: to look for garbage takes a sixth of it
     build(flags)
     templates = flags.output / "gettext"
@@ -313,14 +327,6 @@ def main():
     if flags.open:
         webbrowser.open((flags.output / "html" / "index.html").as_uri())
     return 0 if not flags.translated or look_at_translations(templates, LOCALE) else 1
-
-
-def interrupt(number, frame):
-    """Handle a signal: leave through each `finally`."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    print("interrupted: nothing was changed", file=sys.stderr)
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
