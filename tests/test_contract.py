@@ -269,7 +269,8 @@ def examined(request):
     Two frameworks can't share a process. All other lessons are examined in one, and only those that
     are asked for in this session.
     """
-    asking = [item for item in request.session.items if "examined" in item.fixturenames]
+    items = request.session.items  # notebooks' cells are among them, and have no fixtures
+    asking = [item for item in items if "examined" in getattr(item, "fixturenames", ())]
     numbers = sorted({item.callspec.params["lesson"] for item in asking})
     own = {n for n in numbers if set(lessons.find(n).packages) & set(lessons.FRAMEWORKS)}
     together = Examination(n for n in numbers if n not in own)
