@@ -136,10 +136,11 @@ def make(wanted):
 
 def complete(wanted, lock):
     """Install what is missing, while nobody else does."""
-    is_new = not wanted.python.exists() or wanted.is_broken()
-    if is_new and wanted.place.exists():
+    gone = wanted.python.is_symlink() and not wanted.python.exists()
+    if gone or wanted.is_broken():
         print(f"{wanted.place} can't be used: it is made anew", file=sys.stderr)
         shutil.rmtree(wanted.place, ignore_errors=True)
+    is_new = not wanted.place.exists()
     if wanted.is_cut_off():
         forget_what_is_half(wanted)
     missing = wanted.missing(wanted.site_packages()) or wanted.pins
