@@ -156,18 +156,18 @@ def default_run(lesson_run):
     return lesson_run
 
 
-def run_warm(script, nproc, *flags):
+def run_warm(script, nproc, *flags, unset=()):
     """Run a script in ranks as torchrun starts them; return [(exit code, stdout)], by rank.
 
     A rank is a fork of a process that has imported torch, and is ready in 0.1 s instead of 3. What
-    the script would spawn is a fork, too.
+    the script would spawn is a fork, too. The variables in `unset` are those that it does not get.
     """
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a rank does not import pytest
     port, words = free_ports(1)[0], [str(flag) for flag in flags]
-    return run(be_a_rank, nproc, str(script), words, port)
+    return run(be_a_rank, nproc, str(script), words, port, unset)
 
 
-def be_a_rank(rank, world_size, script, words, port):
+def be_a_rank(rank, world_size, script, words, port, unset):
     """Be one rank of a script; return (exit code, stdout)."""
     import torch.distributed as dist
     import torch.multiprocessing as mp
@@ -175,6 +175,8 @@ def be_a_rank(rank, world_size, script, words, port):
     dist.destroy_process_group()  # the one that run() has joined: the script joins its own
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()})
+    for name in unset:
+        del os.environ[name]
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     sys.argv = [script, *words]
     # It stays: DDP can hang when it is deleted after destroy_process_group() in a process that

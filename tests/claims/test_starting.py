@@ -1,19 +1,19 @@
 """Evidence about launchers, mp.spawn and joining a group, for claims of articles A to C and E."""
 
-import contextlib
+import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import traceback
 from datetime import timedelta
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, ROOT, run_lesson
+from conftest import ROOT, run_lesson, run_warm
 from nbtools import free_ports, run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -29,39 +29,44 @@ os.write(1, (json.dumps([int(os.environ.get(name, -1)) for name in names]) + "\\
 """
 
 
-def execute(command, **variables):
-    """Run a command to its end, without variables of a launcher; leave no process behind."""
-    clean = {n: t for n, t in ENVIRONMENT.items() if n not in ("OMP_NUM_THREADS", "RANK")}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options |= {"env": clean | variables, "start_new_session": True}
-    process = subprocess.Popen([str(part) for part in command], **options)
-    try:
-        stdout, stderr = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, stdout, stderr
+def be_a_launcher(number, _, jobs):
+    """Be one of several launchers, each a fork; return (exit code, stdout, stderr)."""
+    dist.destroy_process_group()  # the one that run() has joined
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        os.environ.pop(name, None)
+    module, sys.argv[1:], variables = jobs[number]
+    os.environ.update(variables)
+    code = 0
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+        try:
+            importlib.import_module(module).main()
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        for stream in (stdout, stderr):
+            stream.seek(0)
+        return code, stdout.read(), stderr.read()
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Return {name: (exit code, stdout, stderr)} of all launchers, two of them at a time."""
+    """Return {name: (exit code, stdout, stderr)} of all launchers."""
     script = tmp_path_factory.mktemp("a folder") / "environment.py"
     script.write_text(ENVIRONMENT_OF_RANK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=1"]
-    here = ["--standalone", "--local-addr=127.0.0.1", script]
-    node = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_ports(1)[0]}"]
+    torchrun, launch = "torch.distributed.run", "torch.distributed.launch"
+    here = ["--standalone", "--local-addr=127.0.0.1", str(script)]
+    two, port = "--nproc-per-node=2", f"--master-port={free_ports(1)[0]}"
+    node = [two, "--nnodes=2", "--master-addr=127.0.0.1", port]
     jobs = {
-        "node 0": ([*torchrun, "--node-rank=0", *node, script], {"OMP_NUM_THREADS": "3"}),
-        "node 1": ([*torchrun, "--node-rank=1", *node, script], {"OMP_NUM_THREADS": "3"}),
-        "launch": ([*launch, *here], {}),
-        "two": ([*torchrun, *here], {}),
-        "one": ([sys.executable, "-m", "torch.distributed.run", *here], {}),
+        "node 0": (torchrun, [*node, "--node-rank=0", str(script)], {"OMP_NUM_THREADS": "3"}),
+        "node 1": (torchrun, [*node, "--node-rank=1", str(script)], {"OMP_NUM_THREADS": "3"}),
+        "launch": (launch, ["--nproc_per_node=1", *here], {}),
+        "two": (torchrun, [two, *here], {}),
+        "one": (torchrun, here, {}),
     }
-    with ThreadPoolExecutor(2) as pool:
-        futures = {name: pool.submit(execute, job, **more) for name, (job, more) in jobs.items()}
-        return {name: future.result() for name, future in futures.items()}
+    return dict(zip(jobs, run(be_a_launcher, len(jobs), list(jobs.values())), strict=True))
 
 
 @pytest.mark.claim("A12")
@@ -107,13 +112,11 @@ def test_rank_is_the_number_of_a_process_not_of_a_node(started):
 @pytest.mark.claim("A10", "E12")
 def test_four_variables_by_hand_are_enough_for_lesson_02():
     script = ROOT / "lessons" / "lesson_02_launch_ddp.py"
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
-    with ThreadPoolExecutor(2) as pool:
-        command = [sys.executable, script, "--steps", "4", "--json"]
-        zero, one = pool.map(lambda rank: execute(command, **world, RANK=rank), ("0", "1"))
-    assert zero[0] == one[0] == 0, zero[2] + one[2]
+    more = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    zero, one = run_warm(script, 2, "--steps", 4, "--json", unset=more)
+    assert zero[0] == 0 and one == (0, "")
     result = json.loads(zero[1].splitlines()[-1])
-    assert (result["world_size"], result["launcher"], one[1]) == (2, "none", "")
+    assert (result["world_size"], result["launcher"]) == (2, "none")
 
 
 def join_by_environment(rank, world_size, port):
@@ -211,5 +214,5 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method, words", [("fork", "Cannot re-initialize CUDA"), ("spawn", "")])
 def test_cuda_can_not_be_used_after_a_fork(tmp_path, method, words):
     (tmp_path / "job.py").write_text(FORK.format(method=method))
-    code, stdout, stderr = execute([sys.executable, tmp_path / "job.py"])
-    assert code == 0 and words in stdout and (words or stdout == ""), stderr
+    job = subprocess.run([sys.executable, tmp_path / "job.py"], capture_output=True, text=True)
+    assert job.returncode == 0 and words in job.stdout and (words or job.stdout == ""), job.stderr
