@@ -97,27 +97,40 @@ with tempfile.TemporaryDirectory():
     while not pathlib.Path("go_on").exists():
         time.sleep(0.05)
 """
+# A rank that a lesson has spawned, without the others: it waits where it would meet them.
 SPAWNED = """
 import os, time
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-import lesson_08_paddle_parallel_do as lesson
 
-def wait():
+def wait(*arguments, **options):
     Path("ready").touch()
     time.sleep(1000)
 
 def work():
-    lesson.import_paddle = lambda: None
-    lesson.paddle = SimpleNamespace(distributed=SimpleNamespace(init_parallel_env=wait))
-    os.environ["PADDLE_TRAINER_ID"] = "0"
-    lesson.worker(None, None, False)
+    {work}
 
 if __name__ == "__main__":
     get_context("spawn").Process(target=work, daemon=True).start()
     time.sleep(1000)
 """
+WORK = {
+    "03": """
+    import lesson_03_spawn_ddp as lesson
+    lesson.dist.FileStore = wait
+    lesson.be_rank(0, None, 2, (), ".")""",
+    "08": """
+    import lesson_08_paddle_parallel_do as lesson
+    lesson.import_paddle = lambda: None
+    lesson.paddle = SimpleNamespace(distributed=SimpleNamespace(init_parallel_env=wait))
+    os.environ["PADDLE_TRAINER_ID"] = "0"
+    lesson.worker(None, None, False)""",
+    "09": """
+    import lesson_09_batch_norm as lesson
+    lesson.setup = wait
+    lesson.run(0, None, SimpleNamespace(nproc=2, folder="."))""",
+}
 
 
 class Job(NamedTuple):
@@ -275,7 +288,7 @@ def test_who_starts_while_its_parent_is_killed_does_not_begin(place, start, how,
 
 
 @LINUX
-def test_a_lesson_that_spawns_its_ranks_leaves_nobody(start):
+def test_lesson_03_leaves_nobody(start):
     """Nor a data loader's worker that asks who its parent is when its rank has already gone.
 
     That is the first worker of a rank, at the moment when the second one is started.
@@ -288,8 +301,8 @@ def test_a_lesson_that_spawns_its_ranks_leaves_nobody(start):
 
 
 @LINUX
-def test_a_lesson_that_spawns_its_ranks_and_is_run_without_a_launcher_leaves_nobody(start):
-    """Lessons 10 and 11 start their ranks by the same two functions, to the letter."""
+def test_lessons_09_to_11_leave_nobody(start):
+    """They start their ranks by the same two functions, to the letter."""
 
     def have_met(job):
         ranks = job.spawned()
@@ -297,10 +310,9 @@ def test_a_lesson_that_spawns_its_ranks_and_is_run_without_a_launcher_leaves_nob
 
     copies = {number: functions(number, "launch_job", "run") for number in ("09", "10", "11")}
     assert copies["09"] == copies["10"] == copies["11"]
-    job = start([sys.executable, script_of("09"), "--steps=1000000"], have_met)
+    job = start(["bash", ROOT / "scripts" / "lesson_09.sh", "--steps=1000000"], have_met)
     job.process.kill()
-    code, _, left, _ = job.end()
-    assert (code, left) == (-9, [])
+    assert job.end() == (-9, [], [], [])
 
 
 def script_of(number):
@@ -314,9 +326,11 @@ def functions(number, *names):
     return [ast.get_source_segment(source, defined[name]) for name in names]
 
 
-def test_paddles_workers_end_with_the_script_that_has_started_them(start_script):
-    """In place of Paddle there is one that waits: its import takes long, and does not matter."""
-    job = start_script([sys.executable], SPAWNED, 1)
+@LINUX
+@pytest.mark.parametrize("number", WORK)
+def test_a_spawned_rank_ends_with_a_script_that_was_killed(start_script, number):
+    """As when the script is run without a launcher. Paddle itself is not needed here."""
+    job = start_script([sys.executable], SPAWNED.format(work=WORK[number].strip()), 1)
     assert len(job.spawned()) == 1
     job.process.kill()
     code, _, left, _ = job.end()

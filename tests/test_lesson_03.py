@@ -3,20 +3,15 @@
 import contextlib
 import io
 import os
-import re
-import signal
-import subprocess
 import sys
-import time
 from unittest.mock import patch
 
 import cloudpickle
 import lesson_03_spawn_ddp as lesson
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, ROOT, run_lesson, start_lesson
+from conftest import ENVIRONMENT, run_lesson, start_lesson
 from nbtools import run
 from sklearn.metrics import accuracy_score, f1_score
 from torch import nn
@@ -26,8 +21,6 @@ from torch.utils.data import DistributedSampler
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 60  # seconds within which no process of a job that has ended may be left
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,82 +89,6 @@ def test_launch_job_returns_what_rank_0_returned(nproc):
     assert {name: facts[name] for name in expected} == expected
     assert facts["threads"] == max(1, torch.get_num_threads() // nproc)
     assert dict(os.environ) == before and not dist.is_initialized()
-
-
-def fail_on_rank_1(rank, world_size, device, how):
-    if rank == 1 and how == "raise":
-        raise ValueError("no such digit\nsecond line")
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-@pytest.mark.claim("B7")
-@pytest.mark.parametrize("how, reason", [("raise", "ValueError: no such digit"), ("kill", "KILL")])
-def test_a_rank_that_fails_ends_the_job_and_is_named(how, reason):
-    start = time.monotonic()
-    fail = lambda *_: lesson_launch_job(fail_on_rank_1, 3, how)  # noqa: E731
-    lesson_launch_job = lesson.launch_job
-    with patch.object(lesson, "launch_job", fail), pytest.raises(SystemExit) as stop:
-        lesson.main(nproc=3)
-    assert time.monotonic() - start < 100  # the group's own timeout is two minutes
-    assert re.fullmatch(rf"rank 1 failed: .*{reason}.*", stop.value.code.splitlines()[-1])
-    family = psutil.Process().children(recursive=True)
-    assert [child for child in family if "spawn_main" in " ".join(child.cmdline())] == []
-
-
-JOB = """
-import signal, sys, time
-from pathlib import Path
-import lesson_03_spawn_ddp as lesson
-
-def work(rank, world_size, device, mode):
-    if mode == "deaf":  # as a rank that waits for its neighbours inside C++ code
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    data, workers = lesson.load_data()[0], 2 if mode == "workers" else 0
-    Path(sys.argv[1], f"ready_{rank}").touch()
-    if mode == "workers":
-        for _ in lesson.train(rank, 2, device, data, lesson.make_model(), 10**6, 60, 0, workers):
-            pass
-    time.sleep(1000)
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as main() does
-    lesson.launch_job(work, 2, sys.argv[2])
-"""
-
-
-@LINUX
-@pytest.mark.parametrize(
-    "mode, sign",
-    [("plain", signal.SIGINT), ("workers", signal.SIGTERM), ("deaf", signal.SIGKILL)],
-)
-def test_a_launcher_that_ends_leaves_nobody_behind(tmp_path, mode, sign):
-    """Nor a data loader worker that is still importing, nor a folder, if there was time for it."""
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "job.py").write_text(JOB)
-    paths = {"PYTHONPATH": str(ROOT / "lessons"), "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, tmp_path / "job.py", tmp_path, mode]
-    options = {"env": {**ENVIRONMENT, **paths}, "stderr": subprocess.DEVNULL}
-    launcher = subprocess.Popen(command, **options)
-    family, end = [], time.monotonic() + 200
-    expected = 7 if mode == "workers" else 3  # two ranks and Python's resource tracker, workers
-    try:
-        while len(family) < expected or len(list(tmp_path.glob("ready_*"))) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-            family = psutil.Process(launcher.pid).children(recursive=True)
-        launcher.send_signal(sign)
-        assert launcher.wait(60) != 0
-        assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-        left = [path.name for path in (tmp_path / "tmp").iterdir()]
-        ours = [name for name in left if not name.startswith(("pymp-", "torchinductor_"))]
-        assert sign == signal.SIGKILL or ours == []
-    finally:
-        for child in [launcher, *family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        launcher.wait()
 
 
 # --- Training and evaluation ---

@@ -3,21 +3,16 @@
 import argparse
 import contextlib
 import copy
-import io
 import json
-import os
-import signal
 import sys
-import time
 import warnings
 
 import cloudpickle
 import lesson_09_batch_norm as lesson
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, run_lesson, start_lesson
+from conftest import run_lesson
 from nbtools import run
 from nbtools.record import Wire
 from solutions.lesson_09 import check, solution
@@ -27,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-DEADLINE = 60  # seconds within which no process of a failed job may be left
 MOMENTUM = 0.1
 
 
@@ -582,51 +576,6 @@ def test_smallest_and_largest_values_pass(monkeypatch, capsys, flags):
     ]
     assert lesson.main([str(text) for text in argv]) == 0
     capsys.readouterr()
-
-
-def fail_on_rank_1(cfg):
-    """Be a comparison that ends badly on rank 1 while rank 0 waits for it."""
-    lesson.setup()
-    if os.environ["RANK"] == "1":
-        raise ValueError("no such row")
-    dist.barrier()
-
-
-def test_rank_that_raises_is_named(monkeypatch):
-    monkeypatch.setattr(lesson, "compare", fail_on_rank_1)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main(["--nproc", "2"])
-    assert str(exit_.value).splitlines()[-1] == "rank 1 failed: ValueError: no such row"
-    assert not [p for p in psutil.Process().children() if "spawn_main(tracker" in str(p.cmdline())]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-def test_killed_launcher_leaves_no_process_and_the_next_run_passes():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")
-        process = start_lesson(9, "--steps", 1_000_000)
-    family = []
-    try:
-        end = time.monotonic() + 180
-        while time.monotonic() < end:
-            with contextlib.suppress(psutil.Error):  # setup.sh's own children come and go
-                family = psutil.Process(process.pid).children(recursive=True)
-                ranks = [one for one in family if "spawn_main" in " ".join(one.cmdline())]
-                if len(ranks) == 2 and all(one.net_connections("tcp") for one in ranks):
-                    break
-            time.sleep(0.1)
-        else:
-            raise AssertionError("the ranks did not start")
-        process.kill()
-        assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-    finally:
-        for one in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert lesson.main(["--nproc", "1"]) == 0
 
 
 # --- The exercise ---

@@ -1,22 +1,18 @@
 """Lesson 10: each condition under which N ranks equal one process, kept and removed."""
 
-import contextlib
 import functools
 import json
 import math
-import os
 import sys
-import time
 from datetime import timedelta
 from itertools import chain
 
 import cloudpickle
 import lesson_10_same_as_one_process as lesson
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, run_lesson, start_lesson
+from conftest import ENVIRONMENT, run_lesson
 from nbtools import judge, run
 from nbtools.record import Wire
 from solutions.lesson_10 import check, solution
@@ -28,7 +24,6 @@ from torch.utils.data import DistributedSampler
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
-DEADLINE = 60  # seconds within which no process of a failed job may be left
 THREADS = torch.get_num_threads()
 NAMES = [
     "a part of its own for each rank",
@@ -159,54 +154,6 @@ def test_claim_that_is_false_fails(monkeypatch, capsys):
         assert verdict(**change) == (1, "FAIL"), change
     alone = good | {"equal parts": (0.0, 0.0)}
     assert verdict("--nproc", "1", off=alone) == (0, "PASS")  # nobody to differ from
-
-
-# --- Trouble ---
-
-
-def fail_on_rank_1(cfg):
-    """Be a measurement that ends badly on rank 1 while the others wait for it."""
-    lesson.setup()
-    if os.environ["RANK"] == "1":
-        raise ValueError("no such row")
-    dist.barrier()
-
-
-@pytest.mark.claim("B7")
-def test_a_rank_that_fails_is_named_and_ends_the_job(monkeypatch):
-    """A rank that is killed is named as well: lesson 03 tests the same launch_job and run."""
-    before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(lesson, "measure", fail_on_rank_1)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main(["--nproc", "2"])
-    message = exit_.value.code  # a text: Python prints it on stderr, and the exit code is 1
-    assert message.splitlines()[-1] == "rank 1 failed: ValueError: no such row"
-    ranks = set(psutil.Process().children(recursive=True)) - before
-    assert [process for process in ranks if "spawn_main" in " ".join(process.cmdline())] == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-def test_killed_launcher_leaves_no_rank_and_the_next_run_passes(capsys):
-    process = start_lesson(10, "--nproc", 2, "--steps", 100000)
-    family, ranks, end = [], [], time.monotonic() + 200
-    try:
-        while len(ranks) < 2 and time.monotonic() < end:
-            with contextlib.suppress(psutil.Error):  # setup.sh's own children come and go
-                family = psutil.Process(process.pid).children(recursive=True)
-                spawned = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
-                ranks = [child for child in spawned if child.net_connections("tcp")]
-            time.sleep(0.1)
-        assert len(ranks) == 2, "the ranks did not start"
-        process.kill()
-        assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-    finally:
-        for child in [process, *family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.communicate()
-    assert lesson.main(["--nproc", "1"]) == 0
-    verdict = capsys.readouterr().out.splitlines()[-1]
-    assert verdict.startswith("PASS ") and verdict.endswith("can't be seen by one rank")
 
 
 # --- The parts ---

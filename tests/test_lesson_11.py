@@ -4,11 +4,8 @@ No test here asserts a time. Times that a test looks at are made up.
 """
 
 import argparse
-import contextlib
 import copy
 import os
-import re
-import signal
 import statistics
 import sys
 import threading
@@ -17,17 +14,15 @@ import time
 import cloudpickle
 import lesson_11_how_fast as lesson
 import nbtools
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_lesson, start_lesson
+from conftest import run_lesson
 from solutions.lesson_11 import CASES, check, solution
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-DEADLINE = 60  # seconds within which no process of a failed job may be left
 ON_LINUX = sys.platform == "linux"
 SMALL, LARGE = lesson.SHAPES
 GRADIENT = {SMALL: 8 * 100 * (16 * 16 + 16), LARGE: 8 * 4 * (512 * 512 + 512)}
@@ -93,14 +88,6 @@ def where_it_runs(rank, world_size, name):
     place = (4, rank, dist.group.WORLD, sent) if name == "DDP" else (4, 0, None, sent)
     lesson.make_variant(name, model, rows, rows, *place)()
     return places
-
-
-def fail_on_rank_1(cfg):
-    """Be a measurement that ends badly on rank 1 while the others wait for it."""
-    lesson.setup()
-    if os.environ["RANK"] == "1":
-        raise ValueError("no such link")
-    dist.barrier()
 
 
 # --- Fixtures ---
@@ -709,41 +696,6 @@ def test_a_link_is_added_to_the_known_ones(monkeypatch):
     assert lesson.main([]) == 0
     assert [cfg.link for cfg in seen] == [[*lesson.LINKS, [5, 100, 16], [1, 2, 3]], lesson.LINKS]
     assert seen[1].threads == max(1, torch.get_num_threads() // 4)
-
-
-def test_a_rank_that_fails_ends_the_job_and_is_named(monkeypatch):
-    before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(lesson, "measure", fail_on_rank_1)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main(["--nproc", "2"])
-    message = exit_.value.code  # a text: Python prints it on stderr, and the exit code is 1
-    assert re.fullmatch(r"rank 1 failed: ValueError: no such link", message.splitlines()[-1])
-    ranks = set(psutil.Process().children(recursive=True)) - before
-    assert [process for process in ranks if "spawn_main" in " ".join(process.cmdline())] == []
-
-
-@pytest.mark.skipif(not ON_LINUX, reason="needs Linux's parent-death signal")
-def test_killed_launcher_leaves_no_rank():
-    process = start_lesson(11, "--nproc", 2, "--steps", 10000)
-    family, end = [], time.monotonic() + 200
-    try:
-        while time.monotonic() < end:
-            with contextlib.suppress(psutil.Error):
-                family = psutil.Process(process.pid).children(recursive=True)
-                ranks = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
-                # A rank that has a connection has imported torch and has met the others.
-                if len(ranks) == 2 and all(child.net_connections("tcp") for child in ranks):
-                    break
-            time.sleep(0.1)
-        else:
-            raise AssertionError("the ranks did not start")
-        process.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs(family, timeout=DEADLINE)[1] == []
-    finally:
-        for child in [process, *family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.communicate()
 
 
 @pytest.mark.gpu
