@@ -37,7 +37,7 @@ def make_copy(folder):
             tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             wheel.writestr(f"{stem}.dist-info/WHEEL", tag)
             wheel.writestr(f"{stem}.dist-info/RECORD", "")
-    calls = f'echo "$@" >> "{folder}/calls"'
+    calls = 'echo "$@" >> "${0%/*}/calls"'
     (folder / "python3").write_text(f'#!/bin/sh\n{calls}\nexec "{sys.executable}" "$@"\n')
     (folder / "python3").chmod(0o755)
 
