@@ -15,6 +15,7 @@ lesson (run.py), `on-two-machines` that of two-machines; `environment` makes .ve
 # syntax that is younger than Python 3.8.
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -41,5 +42,7 @@ def main():
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing has started yet: no traceback
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.exit(main())

@@ -15,6 +15,7 @@ machine.py calls it on each of several machines, and says by LOCKSTEP_NODES whic
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -64,6 +65,9 @@ def main(script, arguments):
             if text:
                 print(text, file=sys.stderr)
             return 2 if set(codes.values()) == {2} else 1
+        finally:
+            for signal_number in ending.WORDS:  # torchrun's own handlers would raise, too late
+                signal.signal(signal_number, signal.SIG_IGN)
     return 0
 
 

@@ -22,7 +22,7 @@ import sys
 from lockstep import ending, lessons, needs, network
 from lockstep.flags import split_at_dashes
 
-PATIENCE = 10  # seconds for a lesson to clean up, before it is killed
+PATIENCE = 30  # seconds for a lesson to clean up, before it is killed: an import may take long
 OF_A_JOB = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
