@@ -321,6 +321,7 @@ def test_the_launcher_asks_before_it_starts_anything(monkeypatch, capsys):
     assert run.main(["04", "--nproc=64", "--force"]) == ["--nproc=64", "--force"]
 
 
+@pytest.mark.needs("tensorflow")
 def test_a_file_name_that_is_too_long_is_shortened():
     ended = run_lesson(7, "--save=" + 5000 * "9")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
