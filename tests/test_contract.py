@@ -25,8 +25,9 @@ NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("
 SECOND = [n for n, path in SCRIPTS.items() if "\n# --- The technique ---\n" in path.read_text()]
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
-each = pytest.mark.parametrize("lesson", SCRIPTS)
-each_second = pytest.mark.parametrize("lesson", SECOND)
+# `-k lesson_03` finds what lesson 03 owes, too.
+each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
+each_second = pytest.mark.parametrize("lesson", SECOND, ids="lesson_{}".format)
 
 KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
 

@@ -115,7 +115,7 @@ def letters(text):
     return re.sub(r"\W", "", text)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda name: name[7:9])
 def test_under_each_task_are_its_own_hint_and_solution(html, pages, notebook):
     text = unescape(re.sub("<[^>]*>", "", pages[html / "notebooks" / f"{notebook}.html"].text))
     folded = [letters(part) for part in re.split(r"\bHint\n", text)[1:]]
