@@ -71,8 +71,9 @@ def _is_needed(name):
 
     A lesson imports a slow module in the function that uses it. So we see it in that function.
     """
-    lessons = [module for key, module in sys.modules.items() if key.startswith("lesson_")]
-    things = [thing for lesson in lessons for thing in vars(lesson).values()]
+    modules = list(sys.modules.items())  # a copy: another thread may be importing
+    lessons = [module for key, module in modules if key.startswith("lesson_")]
+    things = [thing for lesson in lessons for thing in list(vars(lesson).values())]
     functions = filter(inspect.isfunction, things)
     return name in sys.modules or any(name in fn.__code__.co_names for fn in functions)
 
