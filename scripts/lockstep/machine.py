@@ -31,7 +31,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep import lessons, network, run
+from lockstep import lessons, needs, network, run
 from lockstep.doctor import report
 from lockstep.flags import Flags, split_at_dashes, whole
 
@@ -49,6 +49,10 @@ def main(arguments):
     if own.what == "doctor":
         report.check(flags)
         flags = ["doctor", *flags]
+    lesson = lessons.of_script(script)
+    if lesson and (problem := needs.problem(lesson, [f"--nproc={own.nproc}", *flags])):
+        print(problem, file=sys.stderr)
+        return 2
     here, first = find_way(own)
     environment = without_another_job()
     interface = network.interface_of(here)
