@@ -9,7 +9,7 @@
 # - `ssh HOST` without a password, to each of them (keys; see ssh-copy-id), also to the first;
 # - this repository under the same path on each machine (a shared filesystem, or copies), and so
 #   your script, which is started in the folder of the repository;
-# - a Python with requirements.txt there: `bash scripts/setup.sh`, once on each;
+# - a Python with requirements.txt there: `bash scripts/setup.sh 02`, once on each;
 # - machines that reach each other on all TCP ports;
 # - for lessons 05 and 06, --log-dir or --checkpoints with a folder that all machines share.
 # Ctrl-C here ends the ranks on all machines; so does the end of this terminal.

@@ -50,8 +50,8 @@ def main(arguments):
         report.check(flags)
         flags = ["doctor", *flags]
     lesson = lessons.of_script(script)
-    if lesson and (problem := needs.problem(lesson, [f"--nproc={own.nproc}", *flags])):
-        print(problem, file=sys.stderr)
+    if lesson and (problem := needs.missing_packages(lesson)):
+        print(f"{script.name}: error: {problem}", file=sys.stderr)
         return 2
     here, first = find_way(own)
     environment = without_another_job()
