@@ -107,7 +107,8 @@ LATE = re.compile("timed out|timeout", re.IGNORECASE)
 def tells(words, error):
     """Return whether an error says one of LOST or LATE, and comes from torch.distributed.
 
-    All errors of torch.distributed are RuntimeErrors. A BrokenPipeError is about something else.
+    The errors of its collectives and stores are RuntimeErrors. A BrokenPipeError is about
+    something else.
     """
     return isinstance(error, RuntimeError) and bool(words.search(str(error)))
 

@@ -53,7 +53,10 @@ def asked_ranks(flags):
 
 
 def free_memory():
-    """Return the memory that new processes can have, in bytes; where only Linux says it, all."""
+    """Return the memory of the machine that is free, in bytes; where only Linux says it, all.
+
+    A limit of a container or a job is not looked at: the doctor does.
+    """
     meminfo = Path("/proc/meminfo")
     available = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
     if available:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the Python to use for what must run where the course may not be installed: the doctor, and
 # the machines of a cluster. Nothing is installed. LOCKSTEP_PYTHON; or the first of these that starts:
-#   the active python3, if it has torch as pinned; .venv; the active python3.
+#   the active python3, if it has torch and numpy as pinned; .venv; the active python3.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 start() { # start PYTHON: prints its path, if it starts

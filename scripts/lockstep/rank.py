@@ -28,7 +28,7 @@ def main():
         run(script)
     except SystemExit as stop:
         return end_of_exit(stop.code)
-    except Exception as error:
+    except BaseException as error:  # CheckpointException of torch is no Exception
         if ending.verbose():
             traceback.print_exc()
         lost = ending.tells(ending.LOST, error)

@@ -185,7 +185,15 @@ def check_in(store, job):
     try:
         store.wait(names, timedelta(seconds=job.seconds))
     except RuntimeError:
+        sys.exit(who_is_late(store, job, names))
+
+
+def who_is_late(store, job, names):
+    """Return the line that names the machines that have not come."""
+    try:
         late = [n for n, name in enumerate(names) if not store.check([name])]
-        late = ", ".join(f"machine {n} ({job.nodes[n]})" for n in late)
-        why = f"not here after {job.seconds} s: {late}"
-        sys.exit(f"{why}; start it, and look at what it says itself")
+    except RuntimeError:  # machine 0 has waited in vain as well, and has taken the store with it
+        return f"machine 0 ({job.nodes[0]}) has left: look at what it says itself"
+    late = ", ".join(f"machine {n} ({job.nodes[n]})" for n in late)
+    why = f"not here after {job.seconds} s: {late}"
+    return f"{why}; start it, and look at what it says itself"

@@ -9,8 +9,8 @@ second turns that into a SystemExit: every `finally` and every `with` is left, r
 folders are removed.
 
 Exit codes: the lesson's own; 1 if it raised an error; 2 if a package or memory is missing; 130
-after Ctrl-C; 143 after SIGTERM. --verbose shows the whole traceback of an error; --force starts the
-lesson although the memory is not enough.
+after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP. --verbose shows the whole traceback of an error;
+--force starts the lesson although the memory is not enough.
 """
 
 import contextlib

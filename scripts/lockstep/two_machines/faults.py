@@ -2,7 +2,7 @@
 
     bash scripts/two_machines.sh faults [NAME ...]
 
-Launchers wait 15 s for each other and ranks 20 s, so that it ends; PyTorch's defaults are 10 and 30
+Launchers wait 15 s for each other and ranks 20 s, so that it ends; PyTorch's defaults are 15 and 30
 minutes. The seconds are counted in the process that speaks, from its call of torchrun or of
 init_process_group; after a cut or a kill they are counted from there.
 """
