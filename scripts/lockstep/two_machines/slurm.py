@@ -25,10 +25,11 @@ ClusterName=lockstep
 SlurmctldHost=machine0(10.14.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket=/mnt/munge.socket
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
+SlurmdSpoolDir=/mnt/%n
+JobRequeue=0
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdParameters=config_overrides
@@ -82,10 +83,14 @@ def write_settings(folder):
 def start_slurm(two, log):
     """Start Slurm's daemons, and wait until both machines are ready; leave if they are not."""
     first, second = two.machines
+    for place in two.machines:  # sockets lie there: their paths have at most 107 letters
+        place.do("mount", "--bind", two.folder, "/mnt")
     socket = two.folder / "munge.socket"
     files = [f"--{name}-file={two.folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
     streams = {"stdout": log, "stderr": log}
-    first.start("munged", "--foreground", "--force", f"--socket={socket}", *files, **streams)
+    first.start(
+        "munged", "--foreground", "--force", "--socket=/mnt/munge.socket", *files, **streams
+    )
     end = time.monotonic() + 60
     while not socket.exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -94,8 +99,7 @@ def start_slurm(two, log):
     ask = first.enter("sinfo", "--noheader", "--states=idle", "--format=%D")
     while subprocess.run(ask, capture_output=True, text=True).stdout.strip() != "2":
         if time.monotonic() > end:
-            last = Path(log.name).read_text().splitlines()[-3:]
-            sys.exit("\n".join([*last, "try_slurm.sh: error: Slurm did not start (--verbose)"]))
+            give_up(two, "Slurm did not start")
         time.sleep(0.1)
 
 
@@ -119,5 +123,14 @@ def submit(two, what, flags):
         time.sleep(0.2)  # (sbatch --wait looks after ten seconds, then after thirty)
         facts = subprocess.run(enter("scontrol", "show", "job", job), **options).stdout
         state, code = re.search(r"JobState=(\w+).*ExitCode=(\d+)", facts, re.DOTALL).groups()
-    print(output.read_text() if output.exists() else "", end="")
+    if output.exists():
+        print(output.read_text(), end="")
+    elif job:
+        give_up(two, f"the job has not run: {state}")
     return int(code) if job else 1
+
+
+def give_up(two, why):
+    """Leave with the last words of Slurm's daemons, and ours."""
+    last = (two.folder / "log").read_text().splitlines()[-5:]
+    sys.exit("\n".join([*last, f"try_slurm.sh: error: {why}"]))
