@@ -235,12 +235,11 @@ def remove_when_ended(folder):
     signal.signal(signal.SIGTERM, handle)
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
     parser = Arguments(__doc__, steps=10, batch_size=30)
     parser.add_argument("--output", choices=["all", "rank0"], default="rank0", help="who speaks")
     parser.add_argument("--log-dir", help="a folder; event files go into a new folder in it")
-    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
     args = parser.parse_args(argv)
     if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("argument --batch-size: must be at least the number of ranks")
@@ -248,8 +247,12 @@ def main(argv=None):
         parser.error("argument --log-dir: must be a folder in which we may write")
     if importlib.util.find_spec("tensorboard") is None:  # train imports it, when the ranks run
         parser.error("needs tensorboard: pip install tensorboard")
-    if args.check:
-        return 0
+    return args
+
+
+def main(argv=None):
+    """Run the lesson; return 0 if its claim holds, else 1."""
+    args = parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if the launcher is killed, its ranks end too
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     (rank, world_size, device), flags = setup(), (args.steps, args.batch_size, args.seed)

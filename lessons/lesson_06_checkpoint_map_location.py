@@ -276,11 +276,13 @@ def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, d
     return now | {"saved": saved, "bytes_written": written, "parameters": parameters}
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
+def parse_args(argv=None):
+    """Return the flags; `new` says whether there is nothing to go on from.
+
+    A bad flag costs one line and exit code 2, before any rank has started.
+    """
     parser = Arguments(__doc__, steps=12, batch_size=30)
     parser.add_argument("--checkpoints", metavar="FOLDER", help="keep them in this folder")
-    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
     args = parser.parse_args(argv)
     if args.steps < 2 or args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--steps must be at least 2, --batch-size at least the number of ranks")
@@ -295,15 +297,20 @@ def main(argv=None):
     made = saved and [saved[name] for name in ("seed", "batch_size", "step")]
     if saved and (made[:2] != [args.seed, args.batch_size] or made[2] >= args.steps):
         parser.error("argument --checkpoints: seed {}, batch size {}, at step {}".format(*made))
-    if args.check:
-        return 0
+    args.new = saved is None
+    return args
+
+
+def main(argv=None):
+    """Run the lesson; return 0 if its claim holds, else 1."""
+    args = parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if torchrun is killed, its ranks end as well
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed
     rank, world_size, device = setup()
     temporary = None if rank or args.checkpoints else tempfile.TemporaryDirectory()
     job = [args.batch_size, args.seed, temporary.name if temporary else args.checkpoints]
-    new = [saved is None]
+    new = [args.new]
     dist.broadcast_object_list(job)  # rank 0's folder is that of all ranks
     dist.broadcast_object_list(new)  # and it says whether there is something to go on from
     written = 0

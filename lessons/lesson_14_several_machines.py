@@ -437,9 +437,9 @@ def main(
 
 
 def join_group(backend=None, store=None):
-    """Choose a device, then join the group; return (rank, world_size, device) (A10, A12, B3, E12).
+    """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU (E4).
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

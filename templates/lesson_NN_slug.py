@@ -11,16 +11,14 @@ Or alone: python lessons/lesson_NN_slug.py
 Output to expect on a CPU:
 
     ranks: 1, over gloo on cpu
-    PASS the sum over 1 ranks is 0, as computed by hand
+    PASS the sum over 1 ranks is 0, computed by hand: 0
 """
 
 import argparse
-import inspect
 import json
 import os
 import sys
 from datetime import timedelta
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -29,9 +27,9 @@ import torch.distributed.nn  # before the group exists: later, gloo's threads wo
 # --- The technique ---
 
 
-def add_ranks(rank, world_size, device):
-    """Return the sum of the numbers of all ranks, an integer, on every rank (claim XX)."""
-    total = torch.tensor(rank, device=device)
+def add_ranks(device):
+    """Return the sum of the numbers of all ranks, an integer, on every rank."""
+    total = torch.tensor(dist.get_rank(), device=device)
     dist.all_reduce(total)  # 8 bytes from each rank; everybody waits for everybody
     return total.item()
 
@@ -39,31 +37,40 @@ def add_ranks(rank, world_size, device):
 # --- The proof ---
 
 
-def main(
-    steps: range(1, 10**6) = 1,
-    batch_size: range(1, 10**6) = 1,
-    seed: range(2**32) = 0,
-):
+def main(args):
     """Run the lesson; return whether its claim holds, the claim, and the numbers for --json."""
     rank, world_size, device = join_group()
-    total = add_ranks(rank, world_size, device)
-    backend = dist.get_backend()
+    total = add_ranks(device)
+    numbers = {"lesson": 0, "world_size": world_size, "total": total}
+    numbers |= {"backend": dist.get_backend(), "device": device.type}
     dist.destroy_process_group()
     if rank == 0:
-        print(f"ranks: {world_size}, over {backend} on {device.type}")
-    result = {"lesson": 0, "world_size": world_size, "backend": backend, "device": device.type}
-    passed = total == world_size * (world_size - 1) // 2
-    claim = f"the sum over {world_size} ranks is {total}, as computed by hand"
-    return passed, claim, result | {"total": total}
+        print(f"ranks: {world_size}, over {numbers['backend']} on {device.type}")
+    by_hand = world_size * (world_size - 1) // 2
+    claim = f"the sum over {world_size} ranks is {total}, computed by hand: {by_hand}"
+    return total == by_hand, claim, numbers
+
+
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    parser.add_argument("--steps", type=whole(1, 10**6), default=1, help="%(default)s")
+    parser.add_argument("--batch-size", type=whole(1, 10**6), default=1, help="%(default)s")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return parser.parse_args(argv)
 
 
 # --- The frame: the same in every lesson ---
 
 
 def join_group(backend=None, store=None):
-    """Choose a device, then join the group; return (rank, world_size, device) (A10, A12, B3, E12).
+    """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU (E4).
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -80,34 +87,27 @@ def join_group(backend=None, store=None):
     return rank, world_size, device
 
 
-def start(main, refuse=lambda **flags: None):
-    """Run main with flags made from its arguments; return 0 (PASS) or 1 (FAIL), or exit with 2."""
-    rank_0 = os.environ.get("RANK", "0") == "0"  # it speaks for all
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text[:300]}\n" * rank_0)
-    arguments = inspect.signature(main).parameters
-    for name, argument in arguments.items():
-        options = {"type": type(argument.default), "default": argument.default, "metavar": "X"}
-        parser.add_argument("--" + name.replace("_", "-"), **options, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
-    values = vars(parser.parse_args())
-    flags = {name: values[name] for name in arguments}
-    for name, value in flags.items():
-        allowed = get_args(arguments[name].annotation) or arguments[name].annotation
-        if value not in allowed:
-            parser.error(f"argument --{name.replace('_', '-')}: must be in {allowed}, not {value}")
-    if problem := refuse(**flags):
-        parser.error(f"argument {problem}")
-    if values["check"]:
-        return 0
-    passed, claim, result = main(**flags)
-    if rank_0:
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
         print("PASS" if passed else "FAIL", claim)
-        print(json.dumps(result | {"passed": passed}) + "\n" if values["json"] else "", end="")
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(start(main))
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

@@ -54,6 +54,8 @@ def call(lesson, flags):
     argv, sys.argv = sys.argv, [lesson.__file__, *flags.split()]
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            if hasattr(lesson, "conclude"):
+                lesson.main(lesson.parse_args())
             code = lesson.start(lesson.main) if hasattr(lesson, "start") else lesson.main()
     except SystemExit as stop:
         code = stop.code

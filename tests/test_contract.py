@@ -2,7 +2,8 @@
 
 A lesson has its five places; its flags are checked before anything starts; its docstring shows
 its real output; its tasks accept the solution and refuse the usual wrong answers; its notebook can
-be compared. Lessons in the form of the second edition (FORM 2) owe a little more.
+be compared. Lessons in the form of the second edition owe a little more; those in the form of the
+third one more again: their BREAKS are tested in test_breaks.py.
 """
 
 import ast
@@ -23,11 +24,13 @@ from lockstep import lessons
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SECOND = [n for n, path in SCRIPTS.items() if "\n# --- The technique ---\n" in path.read_text()]
+THIRD = [n for n, path in SCRIPTS.items() if "\ndef conclude(" in path.read_text()]
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
 each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
 each_second = pytest.mark.parametrize("lesson", SECOND, ids="lesson_{}".format)
+each_third = pytest.mark.parametrize("lesson", THIRD, ids="lesson_{}".format)
 
 KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
 
@@ -181,10 +184,11 @@ def definitions(source):
 
 
 def test_copied_blocks_are_equal_to_the_letter():
-    """The frame of the second edition, and the blocks that lessons of the first edition share."""
+    """The frame, `join_group`, and the blocks that lessons of the first edition share."""
     texts = {path.stem: text_of(path) for path in SCRIPTS.values()}
     texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
-    shared = ["join_group", "start", "reason", "make_toy", "setup", "Arguments"]
+    shared = ["join_group", "whole", "conclude", "reason", "make_toy", "setup", "Arguments"]
+    shared += ["start"] * (SECOND != THIRD)
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}
@@ -200,9 +204,27 @@ def test_technique_comes_first_and_the_frame_last(lesson):
     order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
     assert order == sorted(order)
     frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
-    assert list(definitions(frame)) in (["start"], ["join_group", "start"])
+    block = ["whole", "conclude"] if lesson in THIRD else ["start"]
+    assert list(definitions(frame)) in (block, ["join_group", *block])
     code = re.sub(r'""".*?"""', "", frame, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
+
+
+@each_third
+def test_technique_is_what_a_reader_copies(lesson):
+    """No generator, no claim code, no flag: the proof watches from outside."""
+    source = text_of(SCRIPTS[lesson])
+    technique = source.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
+    assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
+    assert source.endswith(END_OF_FRAME)
+
+
+END_OF_FRAME = """
+
+if __name__ == "__main__":
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))
+"""
 
 
 @each_second
@@ -434,6 +456,21 @@ def test_notebook_shows_numbers_and_pictures(lesson):
     mechanism = [source for source, _ in code if re.search(r"\b(lanes|strip)\(", source)]
     assert len(mechanism) >= 2
     assert any("≈" in line for line in lines)
+
+
+@each_third
+def test_notebook_has_one_road(lesson):
+    """No bracket about something else, and no drawing code between the paragraphs."""
+    text = "\n".join(source for source, _ in cells(lesson, "markdown"))
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    brackets = re.findall(r"\(([^()]*)\)", text)
+    assert not [bracket for bracket in brackets if len(bracket.split()) > 10]
+    assert text.count("<details>") == text.count("</details>") <= 1
+    for source, cell in cells(lesson):
+        if re.search(r"\.(bar|plot)\(|subplots\(", source):
+            assert "hide-input" in cell["metadata"].get("tags", []), source
+            assert cell["metadata"].get("jupyter", {}).get("source_hidden") is True, source
+            assert len(source.splitlines()) <= 10, source
 
 
 def anchors(path):

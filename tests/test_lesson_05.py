@@ -248,10 +248,10 @@ def test_bad_values_cost_one_line(monkeypatch, capsys, flags, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_check_starts_nothing(monkeypatch, capsys, tmp_path):
+def test_parse_args_starts_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(lesson, "setup", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert lesson.main(["--check", "--batch-size", "3", "--log-dir", str(tmp_path)]) == 0
+    assert lesson.parse_args(["--batch-size", "3", "--log-dir", str(tmp_path)])
     assert capsys.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
 
 

@@ -1004,7 +1004,7 @@ def test_bad_values_cost_one_line_and_start_nothing(monkeypatch, capsys, tmp_pat
 
 def test_fewer_rows_than_ranks_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert lesson.main(["--check", "--batch-size", "4"]) == 0
+    assert lesson.parse_args(["--batch-size", "4"]).batch_size == 4
     with pytest.raises(SystemExit) as stop:
-        lesson.main(["--check", "--batch-size", "3"])
+        lesson.parse_args(["--batch-size", "3"])
     assert stop.value.code == 2 and "--batch-size" in capsys.readouterr().err

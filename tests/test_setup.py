@@ -252,7 +252,7 @@ def test_every_package_of_the_table_is_pinned():
     [
         ("launcher", "03", "sklearn", "--json", "needs scikit-learn"),
         ("hand", "03", "sklearn", "--json", "needs scikit-learn"),
-        ("hand", "05", "tensorboard", "--check", "needs tensorboard"),
+        ("hand", "05", "tensorboard", "--json", "needs tensorboard"),
         ("launcher", "07", "tensorflow", "--json", "tensorflow is broken"),
         ("launcher", "08", "paddle", "--json", "paddlepaddle is broken"),
     ],

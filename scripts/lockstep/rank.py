@@ -77,8 +77,8 @@ def run_launched(lesson):
         return result
 
     lesson.launch_job = launch_job
-    sys.argv += ["--nproc", os.environ["WORLD_SIZE"]]
-    sys.exit(lesson.start(lesson.main, lesson.refuse))
+    args = lesson.parse_args([*sys.argv[1:], "--nproc", os.environ["WORLD_SIZE"]])
+    sys.exit(lesson.conclude(*lesson.main(args), args.json))
 
 
 if __name__ == "__main__":

@@ -97,15 +97,15 @@ def check(script, nproc, flags, job):
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
     if lessons.of_script(script).start == lessons.LAUNCH_JOB:
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
-    arguments = [str(script), *(["--help"] if asks_for_help else ["--check", *flags])]
-    with patch.object(sys, "argv", arguments), patch.dict(os.environ, place):
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as stop:
-            if stop.code:
-                raise
-    if asks_for_help:
-        sys.exit()
+    flags = ["--help"] if asks_for_help else flags
+    with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
+        lesson = runpy.run_path(str(script), run_name="lesson")
+        if "start" in lesson:
+            flags = flags if asks_for_help else ["--check", *flags]
+            with patch.object(sys, "argv", [str(script), *flags]):
+                lesson["start"](lesson["main"], lesson["refuse"])
+            return
+        lesson["parse_args"](flags)  # leaves with exit code 2, or with 0 after --help
 
 
 def start_ranks(own, folder, flags, job):
