@@ -1,9 +1,9 @@
 """PASS means it: take a part of the technique away, and the lesson's own verdict is FAIL.
 
 Each tests/test_lesson_NN.py has the table BREAKS = {name: (text in the script, text in its place)}
-of such mistakes, as a literal. It may have BREAKS_RUN = {"ranks": (2, 3), "flags": [...]}: on how
-many ranks they are tried, and with which flags. A third part of a row, a tuple, says on how many
-ranks this mistake is one, where that differs.
+of such mistakes, as a literal. A third part of a row, a tuple, says on how many ranks this mistake
+is one, where that differs. BREAKS_RUN = {"ranks": (2, 3), "flags": [...], "machines": 2} says how
+they are tried; with two machines, half of the ranks are told that they run on the second.
 
 The ranks are forks of a process that has imported torch: a break costs a second, not six.
 """
@@ -33,15 +33,20 @@ def literals(lesson):
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     named = {ast.unparse(node.targets[0]): node.value for node in assignments}
     found = {name: ast.literal_eval(named[name]) for name in named if name.startswith("BREAKS")}
-    return found.get("BREAKS", {}), {"ranks": (2, 3), "flags": []} | found.get("BREAKS_RUN", {})
+    usual = {"ranks": (2, 3), "flags": [], "machines": 1}
+    return found.get("BREAKS", {}), usual | found.get("BREAKS_RUN", {})
 
 
-def verdict(rank, world_size, source, flags):
+def verdict(rank, world_size, source, flags, machines):
     """Run a script's main() on a rank, whose group exists already; return (passed, claim)."""
     import torch
     import torch.distributed as dist
 
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    node, local_rank = divmod(rank, -(-world_size // machines))
+    here = [other for other in range(world_size) if other // -(-world_size // machines) == node]
+    place = {"GROUP_RANK": node, "GROUP_WORLD_SIZE": machines, "LOCAL_RANK": local_rank}
+    place |= {"LOCAL_WORLD_SIZE": len(here), "MASTER_ADDR": "10.14.0.1", "MASTER_PORT": 29500}
+    os.environ |= {name: str(value) for name, value in place.items()}
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
     sys.modules["script"] = sys.modules[__name__]  # what looks its own module up finds one
     exec(compile(source, "script.py", "exec"), script)
@@ -56,13 +61,13 @@ def verdict(rank, world_size, source, flags):
     return bool(passed), claim
 
 
-def verdict_of_rank_0(lesson, source, nproc, flags):
+def verdict_of_rank_0(lesson, source, nproc, options):
     """Return (passed, claim), as rank 0 would print them."""
-    if lesson.start == lessons.ONE_PROCESS:
-        return run(verdict, 1, source, [*flags, "--nproc", str(nproc)])[0]
-    if lesson.start == lessons.LAUNCH_JOB:
+    one_process = lesson.start == lessons.ONE_PROCESS
+    flags = options["flags"]
+    if one_process or lesson.start == lessons.LAUNCH_JOB:
         flags = [*flags, "--nproc", str(nproc)]
-    return run(verdict, nproc, source, flags)[0]
+    return run(verdict, 1 if one_process else nproc, source, flags, options["machines"])[0]
 
 
 @pytest.mark.parametrize("lesson", THIRD, ids=lambda lesson: f"lesson_{lesson.number}")
@@ -72,12 +77,12 @@ def test_a_lesson_without_a_part_of_its_technique_says_fail(lesson):
     source = lesson.script.read_text()
     wrong = []
     for nproc in options["ranks"]:
-        passed, claim = verdict_of_rank_0(lesson, source, nproc, options["flags"])
+        passed, claim = verdict_of_rank_0(lesson, source, nproc, options)
         assert passed, f"as it is, on {nproc} ranks: {claim}"
         for name, (part, other, *where) in breaks.items():
             assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
             if not where or nproc in where[0]:
                 broken = source.replace(part, other)
-                passed, claim = verdict_of_rank_0(lesson, broken, nproc, options["flags"])
+                passed, claim = verdict_of_rank_0(lesson, broken, nproc, options)
                 wrong += [f"{name}, on {nproc} ranks: PASS {claim}"] if passed else []
     assert wrong == []

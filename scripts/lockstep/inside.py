@@ -8,8 +8,8 @@ import signal
 import sys
 import traceback
 
-from lockstep import ending, ranks
-from lockstep.lessons import TORCHRUN
+from lockstep import ending, ranks, rehearsal
+from lockstep.lessons import REHEARSAL, TORCHRUN
 
 
 def main(arguments):
@@ -26,6 +26,8 @@ def run(how, script, flags):
     try:
         if how == TORCHRUN:
             return ranks.main(script, flags)
+        if how == REHEARSAL:
+            return rehearsal.main(script, flags)
         sys.argv = [script, *flags]
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         ending.run_script(script)

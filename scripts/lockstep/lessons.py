@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # How the ranks of a lesson start.
 TORCHRUN = "torchrun"  # ranks.py starts them, as the command torchrun does
 LAUNCH_JOB = "launch_job"  # the script does, by launch_job(func, nproc, *args); all on one machine
-REHEARSAL = "rehearsal"  # the script starts torchrun twice; under torchrun it is a rank itself
+REHEARSAL = "rehearsal"  # rehearsal.py does: two launchers play two machines
 ITSELF = "itself"  # the script does, in its own ways; all on one machine
 ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
 

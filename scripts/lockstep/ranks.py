@@ -71,11 +71,11 @@ def main(script, arguments):
     return 0
 
 
-def read_flags(script, arguments):
+def read_flags(script, arguments, fewest=1, default=2):
     """Return (our own flags, those of the script); what follows "--" is the script's as it is."""
     ours, theirs = split_at_dashes(arguments)
     parser = Flags(Path(script).name, add_help=False)
-    parser.add_argument("--nproc", type=whole(1, 64), default=2)
+    parser.add_argument("--nproc", type=whole(fewest, 64), default=default)
     parser.add_argument("--launcher", choices=("torchrun", "launch"), default="torchrun")
     own, rest = parser.parse_known_args(ours)
     return own, rest + theirs
@@ -157,7 +157,12 @@ def register_rendezvous(job):
 
 
 def listen(host, port):
-    """Return a socket that listens at this address; leave with one line if it is taken."""
+    """Return a socket that listens at this address; leave with one line if it is taken.
+
+    In a rehearsal the one who started us listens already, and hands us the socket.
+    """
+    if "LOCKSTEP_LISTENER" in os.environ:
+        return socket.socket(fileno=int(os.environ.pop("LOCKSTEP_LISTENER")))
     try:
         return network.listen_at(host, port)
     except OSError as error:
