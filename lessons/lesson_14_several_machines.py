@@ -1,9 +1,7 @@
 """Lesson 14: how do ranks on several machines become one job?
 
-Start torchrun on each machine, and tell it how many machines there are, which of them this
-one is, and where the first one is. The launchers meet there and number all ranks. The loop
-is that of lesson 02: a rank does not care where it runs. This script finds out who is where,
-which ranks have connected at which address, and whether each row was dealt once.
+Start torchrun on each machine; say how many there are, which one this is, and where the first
+is. The launchers meet there and number all ranks. This script finds out who is where.
 
 Run it:   bash scripts/lesson_14.sh --nproc 4   (two machines rehearsed on one; ranks on both)
 For real: torchrun --nnodes=2 --node-rank=K --nproc-per-node=2 --master-addr=ADDRESS_OF_0
@@ -29,8 +27,9 @@ import socket
 import stat
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 
 import torch
 import torch.distributed as dist
@@ -57,10 +56,10 @@ def what_to_type(node, nodes, ranks_here, first, port):
 
 
 def train(model, data, steps, batch_size, device, seed=0):
-    """Train `model` on this rank's share of `data`: the loop of lesson 02, to the letter."""
+    """Train `model` on this rank's share of `data`: the loop of lesson 02. No machine is in it."""
     world_size = dist.get_world_size()
     sampler = DistributedSampler(data, seed=seed)  # which rank, of how many: it asks the group
-    loader = DataLoader(data, batch_size // world_size, sampler=sampler)  # 15 rows each, not 30
+    loader = DataLoader(data, batch_size // world_size, sampler=sampler)  # 6 rows each, not 24
     replica = DistributedDataParallel(model.to(device))  # rank 0's parameters go to all, only here
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     epoch, done = 0, 0
@@ -110,57 +109,59 @@ class Watched(TensorDataset):
 
 
 def from_all_ranks(value):
-    """Return the values of all ranks as a list, on every rank."""
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    """Return what all ranks hand in, a list, the same on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def steps_per_epoch(length, world_size, batch_size):
-    """Return in how many steps each rank has gone through its share of `length` rows."""
+    """Return how many steps an epoch has: all ranks get as many rows, in batches of their own."""
     return math.ceil(math.ceil(length / world_size) / (batch_size // world_size))
 
 
-def wrong_in_rows(steps, length, world_size, batch_size):
-    """Return what is wrong with the rows of all ranks in each step, a list of lists, or None."""
-    if max(map(len, steps)) > batch_size:
-        return "a step has more rows than the batch"
-    per_epoch = steps_per_epoch(length, world_size, batch_size)
-    starts = range(0, len(steps), per_epoch)
-    epochs = [list(chain(*steps[start : start + per_epoch])) for start in starts]
-    for number, rows in enumerate(epochs):
-        whole_epoch = len(steps) >= (number + 1) * per_epoch
-        repeats = len(rows) - len(set(rows))
-        if repeats >= world_size or (repeats and not whole_epoch):
-            return f"epoch {number} has {repeats} rows twice"
-        if whole_epoch and len(set(rows)) < length:
-            return f"epoch {number} leaves {length - len(set(rows))} rows out"
-    for one, other in pairwise(epochs):
-        if one[: len(other)] == other:
-            return "an epoch has the order of the one before"
+def wrong_in_rows(batches, length, batch_size):
+    """Return what is wrong with the row numbers of all steps and ranks, or None.
+
+    batches[step][rank] are the row numbers of that rank in that step.
+    """
+    world_size = len(batches[0]) if batches else 1
+    if any(len([*chain(*step)]) > batch_size for step in batches):
+        return f"a step has more than {batch_size} rows"
+    per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
+    for first in range(0, len(batches), per_epoch):
+        epoch = batches[first : first + per_epoch]
+        dealt = [*chain(*chain(*epoch))]
+        repeated = len(dealt) - len(Counter(dealt))
+        if repeated > -length % world_size:  # so many fill the last places: 102 for 100 rows
+            return f"epoch {first // per_epoch}: {repeated} rows went to two ranks, or came twice"
+        if len(epoch) == per_epoch and len(Counter(dealt)) < length:
+            return f"epoch {first // per_epoch}: only {len(Counter(dealt))} of {length} rows came"
+        if len(dealt) >= 8 and tuple(dealt[:8]) in beginnings:
+            return f"epoch {first // per_epoch}: the order is that of an earlier one"
+        beginnings.add(tuple(dealt[:8]))
     return None
 
 
 def watch(data, one_process):
-    """Return (the rows of each step, a function to call after each optimizer step).
+    """Return a list, and a hook that adds the rows of all ranks to it after each update.
 
-    It lets `one_process` take the same step, on the rows of all ranks from this rank's data.
+    It lets `one_process` make the same update, on these rows of this rank's data.
     """
-    steps = []
+    batches = []
     alone = torch.optim.SGD(one_process.parameters(), lr=0.1)
 
-    def after_step(optimizer, args, kwargs):
+    def after_update(optimizer, *_):
         if optimizer is alone:
             return
-        asked = list(chain(*from_all_ranks(data.asked)))
+        batches.append(from_all_ranks(data.asked))  # batches[step][rank]: row numbers
         data.asked.clear()
-        steps.append(asked)
-        rows, targets = (tensor[asked] for tensor in data.tensors)
+        rows, targets = (tensor[list(chain(*batches[-1]))] for tensor in data.tensors)
         alone.zero_grad()
         mse_loss(one_process(rows), targets).backward()
         alone.step()
 
-    return steps, after_step
+    return batches, after_update
 
 
 def sockets_of_this_process():
@@ -257,10 +258,11 @@ def measure(rank, device, args):
     """Train on all ranks of all machines; return (what they found, what is wrong with it)."""
     rows, targets, model = make_toy(args.seed)
     data, one_process = Watched(rows, targets), copy.deepcopy(model)
-    model.weight.data += rank  # DDP has to make the replicas equal
-    batches, after_step = watch(data, one_process)
+    with torch.no_grad():
+        model.weight += rank  # the replicas start apart: DDP has to mend that
+    batches, after_update = watch(data, one_process)
     loss_first = mse_loss(one_process(rows), targets).item()
-    handle = register_optimizer_step_post_hook(after_step)
+    handle = register_optimizer_step_post_hook(after_update)
     start = time.perf_counter()
     train(model, data, args.steps, args.batch_size, device, args.seed)
     seconds = time.perf_counter() - start
@@ -268,7 +270,7 @@ def measure(rank, device, args):
     parameters = parameters_to_vector(model.parameters()).detach().cpu()
     trips = {}
     for pair in combinations(range(dist.get_world_size()), 2):
-        trips[pair] = round_trip(rank, pair, device)
+        trips[pair] = round_trip(dist.get_rank(), pair, device)
         dist.barrier()
     places, replicas, trips = zip(
         *from_all_ranks((own_place(rank), parameters, trips)), strict=True
@@ -278,7 +280,7 @@ def measure(rank, device, args):
     numbers["seconds_per_step"] = seconds / args.steps
     numbers["max_param_diff"] = (parameters - alone).abs().max().item()
     done = None if len(batches) == args.steps else f"{len(batches)} steps, not {args.steps}"
-    dealt = wrong_in_rows(batches, len(rows), len(places), args.batch_size)
+    dealt = wrong_in_rows(batches, len(rows), args.batch_size)
     return numbers | describe(places, replicas, trips), [done, dealt, wrong_in_places(places)]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "lessons"), str(ROOT / "notebooks")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("lessons", "notebooks", "scripts")]
 
 BAD = ["--steps 0", "--steps two", "--batch-size -1", "--seed -1", "--seed 4294967296"]
 BAD += ["--no-such-flag", "--step 3"]  # no abbreviations: they would change their meaning one day

@@ -4,13 +4,14 @@ import contextlib
 import io
 import os
 import re
+import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import lesson_14_several_machines as lesson
 import torch.distributed as dist
+from lockstep import network
 from nbtools import RankFailed, free_ports, run
 
 # --- Task 1: predict ---
@@ -51,16 +52,30 @@ def parse(flags):
         return f"torchrun refuses the flags: {said.getvalue().strip().splitlines()[-1]}"
 
 
+def means_this_machine(host, addresses):
+    """Return whether a name means, on each machine, the machine itself: localhost, 127.1, 0.0.0.0.
+
+    Our machines have addresses of that kind, too: these are taken for addresses of a network.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return False
+    itself = network.is_loopback(address) or address == "0.0.0.0"
+    return itself and address not in addresses
+
+
 def meet(machine, machines, told, addresses, patience):
     """Be a launcher, up to the moment when it has met the others; return (number, of how many)."""
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store writes a page about each failure
-    lesson.listen_at_one_address()
+    network.let_stores_listen_at_one_address()
     node, nodes, endpoint, job = told[machine]
-    if addresses[0] != "127.0.0.1":  # on each machine this means the machine itself
-        endpoint = re.sub("^(127.0.0.1|localhost)(?=:|$)", addresses[machine], endpoint)
+    host, colon, port = endpoint.rpartition(":")
+    if addresses[0] != "127.0.0.1" and means_this_machine(host, addresses):
+        endpoint = addresses[machine] + colon + port
     options = {"rank": node, "timeout": patience}
     dist.barrier()  # nobody waits while another process is still being started
     try:
@@ -129,10 +144,39 @@ def number_the_ranks(store, node, nodes, ranks_here):
     return sum(counts[:node]), sum(counts)
 
 
+class SharedStore(dist.FileStore):
+    """The launchers' store, in which each machine says when it waits for another."""
+
+    def __init__(self, path, nodes, node):
+        super().__init__(path, nodes)
+        self.node = node
+
+    def says(self, node, words):
+        return self.check([f"{node} {words}"])
+
+    def get(self, key):
+        self.set(f"{self.node} waits", "")
+        return super().get(key)
+
+    def wait(self, keys, *limit):
+        self.set(f"{self.node} waits", "")
+        return super().wait(keys, *limit)
+
+
 def examine_number_the_ranks(node, nodes, attempt, path, ranks_on, order):
-    """Be the launcher of one machine, which comes in its turn; return what the attempt says."""
-    time.sleep(0.2 * order.index(node))
-    return attempt(dist.FileStore(path, nodes), node, nodes, ranks_on[node])
+    """Be the launcher of one machine; return what the attempt says.
+
+    It comes when those before it wait for it, or have gone: however long they slept.
+    """
+    store = SharedStore(path, nodes, node)
+    before, end = order[: order.index(node)], time.monotonic() + 10
+    while not all(store.says(other, "waits") or store.says(other, "is done") for other in before):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+    answer = attempt(store, node, nodes, ranks_on[node])
+    store.set(f"{node} is done", "")
+    return answer
 
 
 def check_number_the_ranks(attempt, deadline=20):

@@ -1,5 +1,6 @@
 """Wrong attempts at the tasks of lesson 14, and words that their verdict must contain."""
 
+import time
 from functools import partial
 
 from solutions.lesson_14 import (
@@ -66,6 +67,14 @@ def by_localhost(machine, machines, ranks_here, first, own, port):
     return flags(machines, machine, ranks_here, "127.0.0.1", port)
 
 
+def by_any_address(machine, machines, ranks_here, first, own, port):
+    return flags(machines, machine, ranks_here, "0.0.0.0", port)
+
+
+def by_another_loopback(machine, machines, ranks_here, first, own, port):
+    return flags(machines, machine, ranks_here, "127.1", port)
+
+
 def no_address(machine, machines, ranks_here, first, own, port):
     right = flags_on(machine, machines, ranks_here, first, own, port)
     return [flag for flag in right if "master-addr" not in flag]
@@ -109,6 +118,12 @@ def who_is_here_now(store, node, nodes, ranks_here):
     known = [other for other in range(nodes) if store.check([f"ranks on {other}"])]
     counts = {other: int(store.get(f"ranks on {other}")) for other in known}
     return sum(counts[other] for other in known if other < node), sum(counts.values())
+
+
+def sleeps_then_counts(store, node, nodes, ranks_here):
+    store.set(f"ranks on {node}", str(ranks_here))
+    time.sleep(1)
+    return who_is_here_now(store, node, nodes, ranks_here)
 
 
 def counts_itself(store, node, nodes, ranks_here):
@@ -155,6 +170,8 @@ WRONG = {
         "misspelt": (misspelt, "torchrun refuses the flags"),
         "c10d": (by_c10d, "no --rdzv-backend"),
         "localhost": (by_localhost, "1/2 clients joined", IMPATIENT),
+        "0.0.0.0": (by_any_address, "1/2 clients joined", IMPATIENT),
+        "127.1": (by_another_loopback, "1/2 clients joined", IMPATIENT),
         "no address": (no_address, "1/2 clients joined", IMPATIENT),
         "standalone": (alone, "a job of this machine alone"),
         "other names": (
@@ -168,6 +185,7 @@ WRONG = {
         "as many": (all_have_as_many, "with 2 + 1 ranks: machine 0 believes in a world of 4"),
         "in order of coming": (in_order_of_coming, "with 2 + 1 ranks: machine 0 begins with rank"),
         "who is here now": (who_is_here_now, "machine 0 believes in a world of 2"),
+        "sleeps, then counts": (sleeps_then_counts, "machine 0 believes in a world of 2"),
         "counts itself": (counts_itself, "machine 0 begins with rank 2"),
         "numbers machines": (numbers_machines, "machine 0 believes in a world of 2"),
         "says nothing": (says_nothing_itself, "no answer after 2 s", IMPATIENT_NUMBERS),

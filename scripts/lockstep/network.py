@@ -101,3 +101,22 @@ def listen_at(address, port=0):
     """Return a socket that listens at this address alone, by default at a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=128)
+
+
+def let_stores_listen_at_one_address():
+    """Let PyTorch's stores listen at the address that they are given; by default it is at all.
+
+    For notebooks, which open one for a moment: a store has no password.
+    """
+    from torch import distributed
+    from torch.distributed import rendezvous
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    class Store(distributed.TCPStore):
+        def __init__(self, host_name, port, world_size=None, is_master=False, *args, **options):
+            if is_master:
+                options["master_listen_fd"] = listen_at(host_name, port).detach()
+            super().__init__(host_name, port, world_size, is_master, *args, **options)
+
+    for module in (distributed, rendezvous, static_tcp_rendezvous):
+        module.TCPStore = Store
