@@ -40,7 +40,11 @@ BREAKS = {
     "each order twice": ("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch // 2)", (2,)),
     "no new order": ("(data, seed=seed)", "(data, seed=seed, shuffle=False)", (2,)),
     "the batch is not divided": ("batch_size // dist.get_world_size()", "batch_size", (2,)),
-    "loss times world size": ("loss.backward()", "(loss * dist.get_world_size()).backward()", (2,)),
+    "loss times world size": (
+        "loss.backward()\n            optimizer.step()",
+        "(loss * dist.get_world_size()).backward(); optimizer.step()",
+        (2,),
+    ),
     "no DDP": ("DistributedDataParallel(model.to(device))", "model.to(device)", (2,)),
     "DDP is passed by": ("replica(images.to(device))", "model(images.to(device))", (2,)),
     "gradients pile up": ("optimizer.zero_grad()", "pass", (2,)),
