@@ -202,6 +202,7 @@ class Witness:
         self.shown, self.modes = [], set()  # since the last update
         self.updates = []  # before each: the images, a checksum of the parameters
         self.starts = {}  # before some: the parameters, their gradient
+        self.rates = []
 
     def __enter__(self):
         self.hooks = [self.model.register_forward_pre_hook(self.before_forward)]
@@ -221,6 +222,7 @@ class Witness:
         step = len(self.updates)
         if step < 2 or step % 10 == 0:
             self.starts[step] = parameters, gradient_of(self.model)
+        self.rates.append(optimizer.param_groups[0]["lr"])
         self.updates.append((self.shown, zlib.crc32(parameters.numpy())))
         self.shown = []
         self.progress.update()
@@ -339,6 +341,9 @@ def wrong_in_scores(tested, counts, parameters, test_set):
     """Return what is wrong with the evaluation; `tested` are the images that each rank used."""
     if sorted(joined(tested)) != list(range(len(test_set))):
         return [f"{sum(map(len, tested))} images were evaluated, not {len(test_set)} once"]
+    sizes = [len(numbers) for numbers in tested]
+    if max(sizes) - min(sizes) > 1:
+        return [f"the ranks evaluated {sizes} images, not equal shares"]
     alone = make_model().eval()
     vector_to_parameters(parameters, alone.parameters())
     images, labels = map(torch.stack, zip(*test_set, strict=True))
@@ -353,7 +358,7 @@ def wrong_in_scores(tested, counts, parameters, test_set):
 def wrong_on_this_rank(training, testing, model, before, after):
     """Return what is wrong with the model's mode, or with what the training has moved."""
     wrong = []
-    if training.modes != {(True, True)} or testing.modes != {(False, False)}:
+    if training.modes != {(True, True)} or testing.modes - {(False, False)}:
         wrong.append("it trains or evaluates in the wrong mode")
     if not model.training:
         wrong.append("the evaluation has left the model in another mode")
@@ -361,6 +366,8 @@ def wrong_on_this_rank(training, testing, model, before, after):
     moved = [part.abs().max().item() for part in (after - before).split(sizes)]
     if not 0 < min(moved) <= max(moved) < float("inf"):
         wrong.append("not every parameter was trained")
+    if sorted(set(training.rates), reverse=True) != training.rates:
+        wrong.append("the learning rate did not fall in every step")
     return wrong
 
 
