@@ -116,10 +116,6 @@ if __name__ == "__main__":
     time.sleep(1000)
 """
 WORK = {
-    "03": """
-    import lesson_03_spawn_ddp as lesson
-    lesson.dist.FileStore = wait
-    lesson.be_rank(0, None, 2, (), ".")""",
     "08": """
     import lesson_08_paddle_parallel_do as lesson
     lesson.import_paddle = lambda: None
@@ -641,7 +637,7 @@ def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, number, error):
     launch_job = mock.Mock(side_effect=error(text, error_index=1, error_pid=0, **more))
     monkeypatch.setattr(lesson, "launch_job", launch_job)
     with pytest.raises(SystemExit) as stop:
-        lesson.main() if number == "03" else lesson.main([])
+        lesson.main(lesson.parse_args([]) if number == "03" else [])
     assert stop.value.code.splitlines()[-1] == f"rank 1 failed: {SAID[text]}"
 
 

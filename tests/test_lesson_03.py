@@ -1,9 +1,11 @@
 """Lesson 03: ranks that a script starts itself, real data, an evaluation that counts once."""
 
 import contextlib
+import functools
 import io
 import os
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import cloudpickle
@@ -11,16 +13,57 @@ import lesson_03_spawn_ddp as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, run_lesson, start_lesson
+import torch.multiprocessing as mp
+from conftest import ENVIRONMENT, run_lesson, run_warm
 from nbtools import run
 from sklearn.metrics import accuracy_score, f1_score
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
+
+# Five steps are an epoch: the sixth one shows whether the next has an order of its own.
+BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "6", "--batch-size", "300"]}
+BREAKS = {
+    "the same images on all ranks": (
+        "DistributedSampler(data, seed=seed)",
+        "DistributedSampler(data, 1, 0, seed=seed)",
+    ),
+    "a sampler seed for each rank": (
+        "DistributedSampler(data, seed=seed)",
+        "DistributedSampler(data, seed=seed + dist.get_rank())",
+        (3,),
+    ),
+    "no set_epoch": ("sampler.set_epoch(epoch)", "pass", (2,)),
+    "the batch is not divided": ("batch_size // dist.get_world_size()", "batch_size", (2,)),
+    "loss times world size": (
+        "loss.backward()\n            optimizer.step()",
+        "(loss * dist.get_world_size()).backward(); optimizer.step()",
+        (2,),
+    ),
+    "no DDP": ("DistributedDataParallel(model.to(device))", "model.to(device)", (2,)),
+    "DDP is passed by": ("replica(images.to(device))", "model(images.to(device))", (2,)),
+    "gradients pile up": ("optimizer.zero_grad()", "pass", (2,)),
+    "no schedule": ("schedule.step()", "pass", (2,)),
+    "a layer is forgotten": ("AdamW(model.parameters()", "AdamW(model[1:].parameters()", (2,)),
+    "one replica goes astray": (
+        "losses.append(loss.item())",
+        "losses.append(loss.item()); model[0].bias.data += dist.get_rank()",
+        (2,),
+    ),
+    "a step less": ("if len(losses) == steps:", "if len(losses) == steps - 1:", (2,)),
+    "another loss is told": ("losses.append(loss.item())", "losses.append(loss.item() / 2)", (2,)),
+    "an evaluation with padded images": (
+        "Subset(data, range(rank, len(data), world_size))",
+        "Subset(data, list(DistributedSampler(data, shuffle=False)))",
+        (2,),
+    ),
+    "counts stay at home": ("dist.all_reduce(counts)", "pass", (3,)),
+    "evaluation in training mode": ("model.eval()", "pass", (2,)),
+    "the mode is lost": ("model.train(was_training)", "pass", (2,)),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,106 +77,134 @@ def one_thread():
 # --- The whole script ---
 
 
-def test_main_fails_for_each_part_of_the_claim(capsys):
+def test_after_300_steps_an_accuracy_of_95_percent_is_asked_for():
     right = torch.diag(torch.tensor([28] * 9 + [45]))  # 297 images
-    good = {"backend": "gloo", "device": "cpu", "counts": right.tolist()}
-    good |= {"loss_per_rank": [[2.0], [2.0]], "param_change": 0.1, "param_spread": 0.0}
     wrong = right.clone()
     wrong[9] = torch.tensor([15] + [0] * 8 + [30])  # 15 images of 297: 0.9495
-    changes = {"accuracy": {"counts": wrong.tolist()}, "count": {"counts": (right * 2).tolist()}}
-    changes |= {"spread": {"param_spread": 1e-9}, "nothing moved": {"param_change": 0.0}}
-    changes |= {"nan": {"param_change": float("nan")}}
 
-    def verdict(change, **flags):
-        with patch.object(lesson, "launch_job", lambda *_: good | change):
-            return lesson.main(**flags)[0]
+    def verdict(counts, *flags):
+        facts = {"backend": "gloo", "device": "cpu", "counts": counts.tolist(), "wrong": []}
+        facts |= {"loss_per_rank": [[2.0], [2.0]], "param_change": 0.1, "param_spread": 0.0}
+        with patch.object(lesson, "launch_job", lambda *_: facts):
+            return lesson.main(lesson.parse_args(flags))[0]
 
     with contextlib.redirect_stdout(io.StringIO()):
-        assert verdict({})
-        assert [name for name in changes if verdict(changes[name])] == []
-        assert verdict(changes["accuracy"], steps=5)  # too few steps to ask for 0.95
+        assert (verdict(right), verdict(wrong), verdict(wrong, "--steps=5")) == (True, False, True)
 
 
 @pytest.mark.claim("C9")
-def test_two_jobs_at_once_both_pass(tmp_path):
-    jobs = [start_lesson(3, "--steps", 2, "--nproc", n, cwd=tmp_path) for n in (2, 3)]
-    for job in jobs:
-        stdout, stderr = job.communicate(timeout=300)
-        assert job.returncode == 0, stderr
-        assert stdout.splitlines()[-1].startswith("PASS ")
+def test_two_jobs_at_once_both_pass():
+    """They are warm, and each starts two ranks: in two files, so no port can be taken."""
+    flags = ["--nproc=2", "--steps=2", "--batch-size=8"]
+    jobs = run_warm(lesson.__file__, 2, *flags, unset=["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+    assert [code for code, _ in jobs] == [0, 0]
+    assert all(stdout.splitlines()[-1].startswith("PASS ") for _, stdout in jobs)
 
 
-def test_fewer_images_than_ranks_are_refused():
-    finished = run_lesson(3, "--nproc", 4, "--batch-size", 3)
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert "--batch-size: must be at least --nproc, 4" in finished.stderr
+def test_fewer_images_than_ranks_are_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        lesson.parse_args(["--nproc=4", "--batch-size=3"])
+    assert stop.value.code == 2
+    assert "--batch-size: must be at least --nproc, 4" in capsys.readouterr().err
 
 
-# --- Starting ranks. They import this file, so nothing runs at its top level. ---
+# --- The technique in a project of one's own ---
+
+OF_A_READER = """
+
+def work(rank, world_size, device):
+    numbers = torch.randn(90, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = [(image, (image.mean() > 0).long()) for image in numbers]
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    losses = train(model, data, 40, 30, device)
+    counts = evaluate(model, data, device, classes=2)
+    return [losses[-1] < losses[0], counts.sum().item(), accuracy(counts) > 0.7]
+
+
+if __name__ == "__main__":
+    print(launch_job(work, 2))
+"""
+
+
+def test_the_technique_runs_unchanged_in_a_file_of_a_reader(tmp_path):
+    source = Path(lesson.__file__).read_text()
+    technique = source.partition("# --- The proof ---")[0].replace(lesson.__doc__, "")
+    (tmp_path / "own.py").write_text(technique + OF_A_READER)
+    ((code, stdout),) = run_warm(tmp_path / "own.py", 1)
+    assert (code, stdout.strip()) == (0, "[True, 90, True]")
 
 
 def report_process(rank, world_size, device, seed):
     total = torch.tensor(rank + 1, device=device)
     dist.all_reduce(total)
     facts = {"rank": rank, "world_size": world_size, "sum": total.item(), "seed": seed}
-    return facts | {"pid": os.getpid(), "threads": torch.get_num_threads()}
+    facts |= {"pid": os.getpid(), "here": os.environ["LOCAL_WORLD_SIZE"]}
+    return facts | {"threads": torch.get_num_threads()}
+
+
+OTHER_JOB = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+def call_launch_job(rank, world_size, nproc):
+    """Call it as a rank of another job does; return its result, our process id, what has changed.
+
+    Its ranks are forks of this one, which is warm; the run of the whole script spawns some.
+    """
+    dist.destroy_process_group()
+    os.environ |= OTHER_JOB
+    before = dict(os.environ)
+    torch.set_num_threads(4)
+    spawn = functools.partial(mp.start_processes, start_method="fork")
+    with patch.object(mp, "spawn", spawn):
+        facts = lesson.launch_job(report_process, nproc, 5)
+    return facts, os.getpid(), set(before.items()) ^ set(os.environ.items()), dist.is_initialized()
 
 
 @pytest.mark.claim("B4", "C2")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_launch_job_returns_what_rank_0_returned(nproc):
-    before = dict(os.environ)
-    facts = lesson.launch_job(report_process, nproc, 5)
-    assert (facts["pid"] == os.getpid()) == (nproc == 1)
+    ((facts, caller, changed, in_a_group),) = run(call_launch_job, 1, nproc)
+    assert (facts["pid"] == caller) == (nproc == 1)
     expected = {"rank": 0, "world_size": nproc, "sum": nproc * (nproc + 1) // 2, "seed": 5}
+    expected |= {"here": str(nproc), "threads": max(1, 4 // nproc)}
     assert {name: facts[name] for name in expected} == expected
-    assert facts["threads"] == max(1, torch.get_num_threads() // nproc)
-    assert dict(os.environ) == before and not dist.is_initialized()
+    assert (changed, in_a_group) == (set(), False)
 
 
-# --- Training and evaluation ---
+def fail(rank, world_size, device):
+    raise ValueError("no such digit")
 
 
-def order_of_epochs(rank, world_size):
-    epochs = []
-
-    class Watched(DistributedSampler):
-        def __iter__(self):
-            epochs.append(list(super().__iter__()))
-            return iter(epochs[-1])
-
-    lesson.DistributedSampler = Watched
-    train_set, _ = lesson.load_data()
-    training = lesson.train(rank, world_size, CPU, train_set, lesson.make_model(), 5, 750)
-    assert len([next(training) for _ in range(3)]) == 3  # two steps are an epoch
-    return epochs
+def test_with_one_rank_an_error_is_the_caller_s_and_the_next_job_runs():
+    with pytest.raises(ValueError, match="no such digit"):
+        lesson.launch_job(fail, 1)
+    assert lesson.launch_job(report_process, 1, 5)["sum"] == 1
 
 
-def test_every_epoch_has_a_new_order():
-    (first_0, second_0), (first_1, second_1) = run(order_of_epochs, 2)
-    assert first_0 != second_0
-    assert sorted(first_0 + first_1) == sorted(second_0 + second_1) == list(range(1500))
+# --- Scores ---
 
 
-def evaluate_in_both_modes(rank, world_size):
+def evaluate_in_both_modes(rank, world_size, images):
     """Evaluate with dropout in the model; return the counts, and the modes found afterwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
-    test_set, found = lesson.load_data()[1], []
+    test_set, found = lesson.load_data()[1][:images], []
     for training in (True, False):
         model.train(training)
-        counts = lesson.evaluate(rank, world_size, CPU, model, test_set)
-        found.append((counts, model.training, model[1].training))
+        found.append((lesson.evaluate(model, test_set, CPU), model.training, model[1].training))
     return found
 
 
 @pytest.mark.claim("C3")
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_evaluation_counts_each_image_once_and_leaves_the_mode(nproc):
-    (alone, *_), _ = run(evaluate_in_both_modes, 1)[0]
-    for (one, mode_1, inner_1), (other, mode_2, inner_2) in run(evaluate_in_both_modes, nproc):
-        assert torch.equal(one, other) and torch.equal(one, alone) and one.sum() == 297
-        assert (mode_1, inner_1, mode_2, inner_2) == (True, True, False, False)
+def test_evaluation_counts_each_image_once_and_leaves_the_mode():
+    for images in (297, 2):  # the last: fewer images than ranks
+        (alone, *_), _ = run(evaluate_in_both_modes, 1, images)[0]
+        for nproc in (2, 3):
+            for each in run(evaluate_in_both_modes, nproc, images):
+                assert [modes for _, *modes in each] == [[True, True], [False, False]]
+                assert all(torch.equal(counts, alone) for counts, *_ in each)
+        assert alone.sum() == images
 
 
 def test_scores_are_those_of_scikit_learn():

@@ -4,12 +4,14 @@ import lesson_03_spawn_ddp as lesson
 import torch
 import torch.distributed as dist
 from nbtools import RankFailed, run
+from nbtools.record import Wire
 
 CPU = torch.device("cpu")
+BUDGET = 160  # bytes that a rank may hand to collectives: two integers for each class
 
 # --- Task 1: predict ---
 
-images_dealt = 4 * -(-297 // 4)
+images_dealt = 7 * -(-297 // 7)
 
 
 def check_images_dealt(guess):
@@ -50,9 +52,11 @@ def make_test_set(images):
 
 
 def examine_balanced_accuracy(rank, world_size, attempt, test_set):
-    """Run the attempt on this rank; return what it returned, and which images it used."""
+    """Run the attempt on this rank; return its answer, the images it used, the bytes it sent."""
     model = Model()
-    return attempt(rank, world_size, model, test_set), model.asked
+    with Wire() as wire:
+        score = attempt(rank, world_size, model, test_set)
+    return score, model.asked, sum(call.nbytes for call in wire.calls)
 
 
 def check_balanced_accuracy(attempt):
@@ -65,15 +69,23 @@ def check_balanced_accuracy(attempt):
                 answers = run(examine_balanced_accuracy, nproc, attempt, test_set, deadline=20)
             except RankFailed as error:
                 return f"{where}: {error}"
-            asked = sorted(image for _, used in answers for image in used)
-            if asked != [image for image, _ in test_set]:
-                return f"{where} the model was asked {len(asked)} times: it needs each image once"
-            shares = [len(used) for _, used in answers]
-            if max(shares) - min(shares) > 1:
-                return f"{where} the shares are {shares}: they must differ by one image at most"
-            problem = compare_scores([score for score, _ in answers], test_set)
+            scores, used, sent = zip(*answers, strict=True)
+            problem = compare_shares(used, test_set) or compare_scores(scores, test_set)
             if problem:
                 return f"{where} {problem}"
+            if max(sent) > BUDGET:
+                return f"{where} a rank hands {max(sent)} bytes to collectives, not {BUDGET}"
+    return None
+
+
+def compare_shares(used, test_set):
+    """Return what is wrong with the images that each rank used, or None."""
+    asked = sorted(image for of_rank in used for image in of_rank)
+    if asked != [image for image, _ in test_set]:
+        return f"the model was asked {len(asked)} times: it needs each image once"
+    shares = [len(of_rank) for of_rank in used]
+    if max(shares) - min(shares) > 1:
+        return f"the shares are {shares}: they must differ by one image at most"
     return None
 
 
@@ -99,15 +111,15 @@ def evaluate_on_rank_0(rank, world_size, model, test_set):
 
     All ranks call `evaluate`, because there is a collective in it. Only one uses the result.
     """
-    counts = lesson.evaluate(rank, world_size, CPU, model, test_set)
+    counts = lesson.evaluate(model, test_set, CPU)
     if rank == 0:
         return lesson.accuracy(counts)
     return None
 
 
-def examine_evaluate(rank, world_size, attempt, images, labels):
+def examine_evaluate(rank, world_size, attempt, seed, images, labels):
     """Run the attempt on this rank with an untrained model; count the images that it sees."""
-    model, seen = lesson.make_model(seed=3), []
+    model, seen = lesson.make_model(seed), []
     model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
     answer = attempt(rank, world_size, model, list(zip(images, labels, strict=True)))
     return answer, sum(seen)
@@ -116,23 +128,30 @@ def examine_evaluate(rank, world_size, attempt, images, labels):
 def check_evaluate_on_rank_0(attempt):
     """Return None if the attempt ends and is right on 2 and 3 ranks, else what is wrong."""
     images, labels = map(torch.stack, zip(*lesson.load_data()[1], strict=True))
-    expected = None
-    for nproc in (2, 3):
+    for nproc, count in ((2, 297), (3, 100)):
+        where, case = f"with {nproc} ranks", (nproc, images[:count], labels[:count])
         try:
-            answers = run(examine_evaluate, nproc, attempt, images, labels, deadline=20)
+            answers = run(examine_evaluate, nproc, attempt, *case, deadline=20)
         except RankFailed as error:
-            return f"with {nproc} ranks: {error}"
-        if sum(seen for _, seen in answers) != 297:
-            counted = sum(seen for _, seen in answers)
-            return f"with {nproc} ranks: {counted} images were evaluated, not 297"
-        if expected is None:
-            expected = run(examine_evaluate, 1, evaluate_on_rank_0, images, labels)[0][0]
-        accuracy, *others = [answer for answer, _ in answers]
-        if accuracy is None or not abs(accuracy - expected) < 1e-6:
-            return f"with {nproc} ranks: rank 0 returned {accuracy}, which is not the accuracy"
+            return f"{where}: {error}"
+        (accuracy, *others), seen = zip(*answers, strict=True)
+        if sum(seen) != count:
+            return f"{where}: {sum(seen)} images were evaluated, not {count}"
+        if max(seen) - min(seen) > 1:
+            return f"{where}: they evaluated {', '.join(map(str, seen))} images, not equal shares"
+        expected = accuracy_of_one_process(*case)
+        if not isinstance(accuracy, float) or not abs(accuracy - expected) < 1e-6:
+            return f"{where}: rank 0 returned {accuracy}, which is not the accuracy"
         if any(other is not None for other in others):
-            return f"with {nproc} ranks: the other ranks must return None"
+            return f"{where}: the other ranks must return None"
     return None
+
+
+@torch.no_grad()
+def accuracy_of_one_process(seed, images, labels):
+    """Return the share of right answers of an untrained model."""
+    answers = lesson.make_model(seed).eval()(images).argmax(1)
+    return (answers == labels).double().mean().item()
 
 
 # What test_contract.py asks: (check, solution) of each task.

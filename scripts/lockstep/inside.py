@@ -3,6 +3,7 @@
 python scripts/lockstep inside HOW SCRIPT [flags]       HOW: a word of lessons.py
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +19,22 @@ def main(arguments):
     ending.end_with_parent(signal.SIGTERM)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, ending.leave)
-    ending.leave_with(run(how, script, flags))
+    watcher = os.getppid()
+    code = run(how, script, flags)
+    end_ranks(watcher)
+    ending.leave_with(code)
+
+
+def end_ranks(watcher):
+    """End the ranks that the script has started and, interrupted, has not waited for.
+
+    What they have started is in our process group, and the watcher, our parent, ends that. If the
+    watcher itself was killed, we do.
+    """
+    for rank in multiprocessing.active_children():
+        rank.kill()
+    if os.getppid() != watcher and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def run(how, script, flags):
