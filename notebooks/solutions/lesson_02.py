@@ -9,6 +9,7 @@ import lesson_02_launch_ddp as lesson
 import torch
 import torch.distributed as dist
 from nbtools import RankFailed, run
+from nbtools.record import Wire
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -142,7 +143,11 @@ def check_deal_and_train(attempt):
 
 
 def my_ddp(model):
-    """Return `model`, with rank 0's parameters, and made to average its gradients in backward()."""
+    """Return `model`, with rank 0's parameters, and made to average its gradients in backward().
+
+    A frozen parameter is sent as well, but has no gradient, and takes no hook. One that two layers
+    share is in parameters() once.
+    """
 
     def average(parameter):  # called in backward(), as soon as this gradient is complete
         dist.all_reduce(parameter.grad)
@@ -150,69 +155,147 @@ def my_ddp(model):
 
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)
-        parameter.register_post_accumulate_grad_hook(average)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
     return model
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight, as the first and the last of many language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5, dtype=torch.float64)
+        self.last = nn.Linear(5, 5, dtype=torch.float64)
+        self.last.weight = self.first.weight
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows)))[:, :2]
+
+
+def make_model(kind, seed):
+    """Return the toy's layer, or a model with one frozen parameter, or one with tied weights."""
+    torch.manual_seed(seed)
+    model = Tied() if kind == "tied" else nn.Linear(5, 2, dtype=torch.float64)
+    if kind == "frozen":
+        model.bias.requires_grad_(False)
+    return model
+
+
+KINDS = {
+    "plain": "",
+    "frozen": "a model whose bias is frozen: ",
+    "tied": "a model with two layers that share a weight: ",
+}
+
+
+class Late:
+    """An all-reduce that was started with async_op=True: it arrives when somebody waits for it.
+
+    Until then the tensor is nan. So what nobody waits for is seen each time, not one time in ten.
+    """
+
+    def __init__(self, tensor, *arguments):
+        self.tensor, self.arguments, self.sent = tensor, arguments, tensor.detach().clone()
+        tensor.detach().fill_(torch.nan)
+
+    def wait(self, timeout=None):
+        if self.sent is not None:
+            all_reduce(self.sent, *self.arguments)
+            self.tensor.detach().copy_(self.sent)
+            self.sent = None
+        return True
+
+
+all_reduce = dist.all_reduce  # the library's
+
+
+def late_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    return Late(tensor, op, group) if async_op else all_reduce(tensor, op, group)
 
 
 def refuse_the_library(*args, **kwargs):
     raise TypeError("the task is to write it: DistributedDataParallel itself is not an answer")
 
 
-def examine_my_ddp(rank, world_size, attempt, steps):
-    """Wrap the toy, with other parameters on each rank; return what went wrong, or None."""
-    rows, targets, first = lesson.make_toy(seed=0)
-    model, untouched = lesson.make_toy(seed=rank)[2], lesson.make_toy(seed=rank)[2]
+def too_many_bytes(calls, tensors, what):
+    """Return a sentence if these collectives were handed more bytes than the tensors have."""
+    sent, enough = sum(call.nbytes for call in calls), sum(tensor.nbytes for tensor in tensors)
+    if sent > enough:
+        return f"{dist.get_rank()} hands {sent} bytes to collectives, and {what} have {enough}"
+    return None
+
+
+def examine_my_ddp(rank, world_size, attempt, kind, steps):
+    """Wrap a model, with other parameters on each rank; return what went wrong, or None."""
+    library = patch.object(DistributedDataParallel, "__init__", refuse_the_library)
+    with library, patch.object(dist, "all_reduce", late_all_reduce):
+        return of_any_rank(wrap_and_train(rank, world_size, attempt, kind, steps))
+
+
+def wrap_and_train(rank, world_size, attempt, kind, steps):
+    """Return this rank's problem, or None; all ranks come to the same `of_any_rank`."""
+    rows, targets, _ = lesson.make_toy(seed=0)
     mine = slice(rank, 96, world_size)
-    with patch.object(DistributedDataParallel, "__init__", refuse_the_library):
+    model, untouched = make_model(kind, seed=rank), make_model(kind, seed=rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with Wire() as wire:
         replica = attempt(model)
     problem = None
     if not isinstance(replica, nn.Module):
         problem = f"after the call, rank {rank} has a {type(replica).__name__}, not a model"
-    elif not torch.equal(vector(model), vector(first)):
+    elif not torch.equal(vector(model), vector(make_model(kind, seed=0))):
         problem = f"after the call, rank {rank} does not hold the parameters that rank 0 had"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elif waste := too_many_bytes(wire.calls, model.parameters(), "the parameters"):
+        problem = f"in the call, rank {waste}"
+    optimizer = torch.optim.SGD(trained, lr=0.1)
     for step in range(1, steps + 1):
         if found := of_any_rank(problem):
             return found
         untouched.load_state_dict(model.state_dict())
-        alone = torch.autograd.grad(
-            mse_loss(untouched(rows[mine]), targets[mine]), list(untouched.parameters())
-        )
+        wanted = mean_over_ranks(untouched, rows[mine], targets[mine])
         optimizer.zero_grad()
-        mse_loss(replica(rows[mine]), targets[mine]).backward()
-        wanted = mean_over_ranks(torch.cat([gradient.flatten() for gradient in alone]))
-        off = (lesson.gradient(model) - wanted).abs().max().item()
+        with Wire() as wire:
+            mse_loss(replica(rows[mine]), targets[mine]).backward()
+        off = (torch.cat([p.grad.flatten() for p in trained]) - wanted).abs().max().item()
         if not off < 1e-12:
             problem = f"in step {step}, rank {rank}'s gradient is {off:.2g} away from the mean"
+        elif waste := too_many_bytes(wire.calls, trained, "the gradients"):
+            problem = f"in step {step}, rank {waste}"
         optimizer.step()
-    if not lesson.parameter_spread(model) < 1e-12:
+    if not lesson.spread(lesson.from_all_ranks(vector(model))) < 1e-12:
         problem = f"after {steps} steps, the ranks' parameters differ"
-    return of_any_rank(problem)
+    return problem
 
 
 def of_any_rank(problem):
     """Return the first rank's problem, the same on all ranks, or None."""
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next((found for found in problems if found), None)
+    return next((found for found in lesson.from_all_ranks(problem) if found), None)
 
 
 def vector(model):
     return parameters_to_vector(model.parameters()).detach()
 
 
-def mean_over_ranks(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
+def mean_over_ranks(model, rows, targets):
+    """Return the mean over all ranks of the gradient of this model, which has no hooks."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    alone = torch.autograd.grad(mse_loss(model(rows), targets), trained)
+    total = torch.cat([gradient.flatten() for gradient in alone])
+    all_reduce(total)
     return total / dist.get_world_size()
 
 
 def check_my_ddp(attempt):
-    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
-    for nproc in (2, 3):
-        problem = run(examine_my_ddp, nproc, attempt, 4, deadline=20)[0]
-        if problem:
-            return f"with {nproc} ranks: {problem}"
+    """Return None if the attempt is right for three models on 2 and 3 ranks, else one sentence."""
+    for kind, name in KINDS.items():
+        for nproc in (2, 3):
+            try:
+                problem = run(examine_my_ddp, nproc, attempt, kind, 3, deadline=20)[0]
+            except RankFailed as error:
+                return f"{name}{error}"
+            if problem:
+                return f"{name}with {nproc} ranks: {problem}"
     return None
 
 
@@ -241,6 +324,7 @@ HINTS = {
     ),
     "my_ddp": (
         'The picture "Parameters travel once" shows two collectives at two moments. Which of '
-        "them belongs in the call itself, which in a hook, and what makes a mean out of a sum?"
+        "them belongs in the call itself, which in a hook, and what makes a mean out of a sum? "
+        "Then ask which of the two a frozen parameter needs."
     ),
 }

@@ -111,7 +111,8 @@ def right_for_two_ranks_only(rank, world_size, rows, targets, model, batch_size)
 
 def hook_all(model, hook):
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(hook)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(hook)
     return model
 
 
@@ -164,21 +165,24 @@ def weight_only(model):
     return model
 
 
+def hook_tensors(model, hook):
+    for parameter in only_start(model).parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(hook)
+    return model
+
+
 def sum_in_the_hook_of_a_tensor(model):
     def add_up(gradient):
         total = gradient.clone()
         dist.all_reduce(total)
         return total
 
-    for parameter in only_start(model).parameters():
-        parameter.register_hook(add_up)
-    return model
+    return hook_tensors(model, add_up)
 
 
 def no_gradient_at_all(model):
-    for parameter in only_start(model).parameters():
-        parameter.register_hook(torch.zeros_like)
-    return model
+    return hook_tensors(model, torch.zeros_like)
 
 
 def right_in_the_hook_of_a_tensor(model):
@@ -189,9 +193,81 @@ def right_in_the_hook_of_a_tensor(model):
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
+    return hook_tensors(model, average_it)
+
+
+def right_without_waiting_at_once(model):
+    """Not wrong: the last hook of a backward pass waits for all reductions."""
+    trained = [parameter for parameter in only_start(model).parameters() if parameter.requires_grad]
+    begun = []
+
+    def begin(parameter):
+        begun.append((dist.all_reduce(parameter.grad, async_op=True), parameter))
+        if len(begun) == len(trained):
+            for work, reduced in begun:
+                work.wait()
+                reduced.grad /= dist.get_world_size()
+            begun.clear()
+
+    return hook_all(model, begin)
+
+
+def nobody_waits(model):
+    def begin(parameter):
+        parameter.grad /= dist.get_world_size()
+        dist.all_reduce(parameter.grad, async_op=True)
+
+    return hook_all(only_start(model), begin)
+
+
+def divides_before_it_waits(model):
+    def begin(parameter):
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        parameter.grad /= dist.get_world_size()
+        work.wait()
+
+    return hook_all(only_start(model), begin)
+
+
+def hooks_frozen_ones_too(model):
     for parameter in only_start(model).parameters():
-        parameter.register_hook(average_it)
+        parameter.register_post_accumulate_grad_hook(average)
     return model
+
+
+def frozen_ones_stay_different(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            dist.broadcast(parameter.data, src=0)
+    return only_average(model)
+
+
+def layer_by_layer(model):
+    """A weight that two layers share is averaged twice: right numbers, and too many bytes."""
+    only_start(model)
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+    return model
+
+
+def all_gradients_in_each_hook(model):
+    def average_all(_):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                average(parameter)
+
+    return hook_all(only_start(model), average_all)
+
+
+def as_objects(model):
+    def average_it(parameter):
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, parameter.grad)
+        parameter.grad.copy_(sum(everyone) / len(everyone))
+
+    return hook_all(only_start(model), average_it)
 
 
 def returns_nothing(model):
@@ -204,7 +280,7 @@ def fails(model):
 
 RIGHT = {  # other right answers
     "deal_and_train": [right_with_a_loader, right_by_joining],
-    "my_ddp": [right_in_the_hook_of_a_tensor],
+    "my_ddp": [right_in_the_hook_of_a_tensor, right_without_waiting_at_once],
 }
 
 WRONG = {
@@ -243,6 +319,16 @@ WRONG = {
         "the weight only": (weight_only, "in step 1, rank 0's gradient is"),
         "only once": (average_only_once, "in step 2, rank 0's gradient is"),
         "returns nothing": (returns_nothing, "has a NoneType, not a model"),
+        "nobody waits": (nobody_waits, "with 2 ranks: in step 1, rank 0's gradient is nan away"),
+        "divides too early": (divides_before_it_waits, "in step 1, rank 0's gradient is"),
+        "hooks frozen ones": (hooks_frozen_ones_too, "that doesn't require gradient"),
+        "frozen ones differ": (
+            frozen_ones_stay_different,
+            "whose bias is frozen: with 2 ranks: after the call, rank 1 does not hold",
+        ),
+        "layer by layer": (layer_by_layer, "share a weight: with 2 ranks: in step 1, rank 0 hands"),
+        "all in each hook": (all_gradients_in_each_hook, "in step 1, rank 0"),
+        "as objects": (as_objects, "bytes to collectives, and the gradients have 96"),
         "fails": (fails, "ValueError: my own mistake"),
     },
 }
