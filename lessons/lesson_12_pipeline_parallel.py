@@ -290,13 +290,12 @@ def alive_at_most(actions):
     return max(itertools.accumulate(changes))
 
 
-def logical_clock(actions, lengths=None, message=0):
+def logical_clock(actions, lengths=None):
     """Return {(rank, kind, n): the tick at which this action ends}.
 
     actions: for each rank, what it does in a step, in order. A forward takes one tick and a
-    backward two, times the rank's entry in `lengths` (default: 1 for all); a message takes
-    `message` ticks, in which neither sender nor receiver has to wait for it. An action begins when
-    its rank is free and what it needs has come.
+    backward two, times the rank's entry in `lengths` (default: 1 for all); a message takes none.
+    An action begins when its rank is free and what it needs has come.
     """
 
     @functools.cache
@@ -305,7 +304,7 @@ def logical_clock(actions, lengths=None, message=0):
         begin = end(rank, position - 1) if position > 0 else 0
         sender = rank - 1 if kind == "forward" else rank + 1
         if 0 <= sender < len(actions):
-            begin = max(begin, end(sender, actions[sender].index((kind, n))) + message)
+            begin = max(begin, end(sender, actions[sender].index((kind, n))))
         return begin + COST[kind] * (lengths[rank] if lengths else 1)
 
     places = [(rank, position) for rank, own in enumerate(actions) for position in range(len(own))]

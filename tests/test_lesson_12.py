@@ -152,9 +152,9 @@ def test_the_logical_clock_is_that_of_two_ranks_worked_out_by_hand():
     assert [ends[1, *action] for action in actions[1]] == [2, 4, 5, 7]  # F0 B0 F1 B1
     assert [ends[0, *action] for action in actions[0]] == [1, 2, 6, 9]  # F0 F1 B0 B1
     assert lesson.bubble(actions) == pytest.approx(1 - 12 / 18)
-    ends = lesson.logical_clock(actions, lengths=[1, 2], message=0.5)
-    assert [ends[1, *action] for action in actions[1]] == [3.5, 7.5, 9.5, 13.5]
-    assert [ends[0, *action] for action in actions[0]] == [1, 2, 10, 16]
+    ends = lesson.logical_clock(actions, lengths=[1, 2])
+    assert [ends[1, *action] for action in actions[1]] == [3, 7, 9, 13]
+    assert [ends[0, *action] for action in actions[0]] == [1, 2, 9, 15]
     assert lesson.bubble(actions, [1, 2]) == pytest.approx(1 - 18 / 30)
 
 
