@@ -335,7 +335,7 @@ def library_gradient(rank, world_size, stage, device, schedule, rows, targets, m
     return gradient(stage)
 
 
-def make_batches(batch_size, steps, seed, device):
+def make_job(batch_size, steps, seed, device):
     """Return the model and (rows, targets) for each step: three batches, again and again."""
     model, rows, targets = make_chain(3 * batch_size, seed)
     rows, targets = rows.to(device).split(batch_size), targets.to(device).split(batch_size)
@@ -353,7 +353,7 @@ def measure(rank, world_size, device, steps, batch_size, micro_batches, schedule
 
     Each rank holds the whole model beside its stage here: it is a toy, and this is the proof.
     """
-    model, batches = make_batches(batch_size, steps, seed, device)
+    model, batches = make_job(batch_size, steps, seed, device)
     whole = copy.deepcopy(model)
     stage = split(model, world_size)[rank]
     own = (rank, world_size, stage)
