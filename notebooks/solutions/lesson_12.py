@@ -4,6 +4,7 @@ import lesson_12_pipeline_parallel as lesson
 import torch
 import torch.distributed as dist
 from nbtools import run
+from nbtools.record import Wire
 from torch.nn.functional import mse_loss
 
 # --- Task 1: predict ---
@@ -50,34 +51,35 @@ def clip_gradients(stage, limit):
 
 
 def examine_clip_gradients(rank, world_size, attempt, limit):
-    """Let the attempt clip a stage's gradients; return (what it returned, the norm, problem).
+    """Let the attempt clip a stage's gradients; return (returned, the norm, bytes, problem).
 
     No problem (None): they are those of the same layers in the whole model, multiplied by
     limit / norm if that is less than 1. (The library divides by norm + 1e-6: near enough.)
     """
-    whole, rows, targets = lesson.make_chain(30)
+    whole, rows, targets = lesson.make_chain(30, seed=world_size)
     mse_loss(whole(rows), targets).backward()
     norm = lesson.gradient(whole).norm().item()
     stages = lesson.split(whole, world_size)
     own, norms = lesson.gradient(stages[rank]), [lesson.gradient(s).norm() for s in stages]
     for other in stages[:rank] + stages[rank + 1 :]:
         other.zero_grad()  # a rank has the gradients of its own layers only
-    returned = attempt(stages[rank], limit)
+    with Wire() as wire:
+        returned = attempt(stages[rank], limit)
     problem = "does not have the gradients of one process"
     by = {f"{problem}: it used the norm of its own stage": norms[rank]}
     by |= {f"{problem}: norms can't be added up": sum(norms), None: norm}  # None: right
     for verdict, used in by.items():
         if (lesson.gradient(stages[rank]) - own * min(1, limit / used)).abs().max() < 1e-6:
             problem = verdict
-    return returned, norm, problem
+    return returned, norm, sum(call.nbytes for call in wire.calls), problem
 
 
 def check_clip_gradients(attempt):
     """Return None if the attempt is right on 2 and 3 stages, else a sentence."""
     for nproc in (2, 3):
-        for limit in (0.2, 100.0):  # less and more than the norm, which is 0.32
+        for limit in (0.2, 100.0):  # less and more than the norm, which is about 0.3
             answers = run(examine_clip_gradients, nproc, attempt, limit, deadline=20)
-            for rank, (returned, norm, problem) in enumerate(answers):
+            for rank, (returned, norm, nbytes, problem) in enumerate(answers):
                 where = f"with {nproc} stages and the limit {limit}, rank {rank}"
                 if problem:
                     return f"{where} {problem}"
@@ -85,6 +87,8 @@ def check_clip_gradients(attempt):
                     return f"{where} returned {type(returned).__name__}, not the norm"
                 if not abs(float(returned) - norm) < 1e-6:
                     return f"{where} returned {float(returned):.3g}, not the norm of all gradients"
+                if nbytes > 100:
+                    return f"{where} handed over {nbytes:,} bytes, where 100 are more than enough"
     return None
 
 
@@ -111,8 +115,8 @@ def count_positive(rank, world_size, stage, rows, batch_size):
     return positive if rank == world_size - 1 else None
 
 
-def examine_count_positive(rank, world_size, attempt, count):
-    """Count among `count` rows, in batches of 8; return what the attempt returned, and the answer.
+def examine_count_positive(rank, world_size, attempt, count, batch_size):
+    """Count among `count` rows; return (what the attempt returned, the answer, rows in a message).
 
     Each rank but the first is given rows without values: it has to use what it receives.
     """
@@ -121,26 +125,30 @@ def examine_count_positive(rank, world_size, attempt, count):
     stage = lesson.split(whole, world_size)[rank]
     known = rows if rank == 0 else torch.full_like(rows, torch.nan)
     with lesson.Sent() as sent:
-        returned = attempt(rank, world_size, stage, known, 8)
-    return returned, positive, sum(sent.to.values()) // rows[0].nbytes
+        returned = attempt(rank, world_size, stage, known, batch_size)
+    nbytes = [size for (_, size), times in sent.messages.items() for _ in range(times)]
+    return returned, positive, sorted(size // rows[0].nbytes for size in nbytes)
 
 
 def check_count_positive(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else a sentence."""
     for nproc in (2, 3):
-        for count in (40, 35, 3):
-            where = f"with {nproc} ranks and {count} rows,"
-            answers = run(examine_count_positive, nproc, attempt, count, deadline=20)
+        for count, batch_size in ((40, 8), (35, 8), (3, 8), (38, 8), (16, 7)):
+            where = f"with {nproc} ranks and {count} rows in batches of {batch_size},"
+            job = (attempt, count, batch_size)
+            answers = run(examine_count_positive, nproc, *job, deadline=20)
             *others, (returned, positive, _) = answers
             if returned != positive:
                 return f"{where} the last rank returned {returned}, one process counts {positive}"
+            rest = [count % batch_size] if count % batch_size else []
+            batches = rest + [batch_size] * (count // batch_size)
             for rank, (_, _, sent) in enumerate(others):
-                if sent != count:
-                    return f"{where} rank {rank} sends {sent} rows"
+                if sum(sent) != count:
+                    return f"{where} rank {rank} sends {sum(sent)} rows"
+                if [rows for rows in sent if rows] != batches:
+                    return f"{where} rank {rank} sends messages of {sent} rows"
             if any(value is not None for value, _, _ in others):
-                return (
-                    f"{where} a rank before the last returned something: it can't know the answer"
-                )
+                return f"{where} a rank before the last returned something: it can't know"
     return None
 
 

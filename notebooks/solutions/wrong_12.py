@@ -41,6 +41,21 @@ def clipped_after_the_norm(stage, limit):
     return min(clip_gradients(stage, limit), limit)
 
 
+def constant(stage, limit):
+    norm = 0.317  # what the page printed once
+    multiply(stage, min(1, limit / norm))
+    return norm
+
+
+def gathers_everything(stage, limit):
+    gathered = [None] * dist.get_world_size()
+    own = [parameter.grad for parameter in stage.parameters()]
+    dist.all_gather_object(gathered, own)
+    norm = torch.cat([grad.flatten() for grads in gathered for grad in grads]).norm().item()
+    multiply(stage, min(1, limit / norm))
+    return norm
+
+
 def returns_nothing(stage, limit):
     clip_gradients(stage, limit)
 
@@ -112,6 +127,26 @@ def everybody_returns(rank, world_size, stage, rows, batch_size):
     return count_positive(rank, world_size, stage, rows, batch_size) or 0
 
 
+def always_three_left(rank, world_size, stage, rows, batch_size):
+    """Right for 35 rows in batches of 8, where the last batch has 3."""
+    buffer = torch.empty(batch_size, rows.shape[1], dtype=rows.dtype)
+    begins = iter(range(0, len(rows), batch_size))
+
+    def receive(inputs):
+        dist.recv(buffer, rank - 1)
+        return buffer[:3] if next(begins) + batch_size > len(rows) else buffer
+
+    return pipeline(rank, world_size, stage, rows, batch_size, receive, torch.sum)
+
+
+def always_batches_of_eight(rank, world_size, stage, rows, batch_size):
+    return count_positive(rank, world_size, stage, rows, 8)
+
+
+def all_rows_at_once(rank, world_size, stage, rows, batch_size):
+    return count_positive(rank, world_size, stage, rows, len(rows))
+
+
 def without_messages(rank, world_size, stage, rows, batch_size):
     positive = (stage(rows)[:, 0] > 0).sum().item()
     return positive if rank == world_size - 1 else None
@@ -158,14 +193,25 @@ WRONG = {
         "largest norm": (largest_norm, "does not have the gradients of one process"),
         "always": (always_to_the_limit, "limit 100.0, rank 0 does not have the gradients"),
         "norm after clipping": (clipped_after_the_norm, "not the norm of all gradients"),
+        "a constant": (constant, "does not have the gradients"),
+        "all gradients to all": (gathers_everything, "bytes, where 100 are more than enough"),
         "returns nothing": (returns_nothing, "returned NoneType, not the norm"),
     },
     "count_positive": {
-        "as given": (as_given, "with 2 ranks and 35 rows, the last rank returned"),
-        "zeros": (filled_with_zeros, "with 2 ranks and 35 rows, the last rank returned"),
-        "nan": (filled_with_nan, "with 3 ranks and 35 rows, rank 1 sends 40 rows"),
-        "left out": (last_batch_left_out, "with 2 ranks and 35 rows, the last rank returned"),
+        "as given": (as_given, "with 2 ranks and 35 rows in batches of 8, the last rank returned"),
+        "zeros": (
+            filled_with_zeros,
+            "with 2 ranks and 35 rows in batches of 8, the last rank returned",
+        ),
+        "nan": (filled_with_nan, "with 3 ranks and 35 rows in batches of 8, rank 1 sends 40 rows"),
+        "left out": (
+            last_batch_left_out,
+            "with 2 ranks and 35 rows in batches of 8, the last rank returned",
+        ),
         "everybody returns": (everybody_returns, "a rank before the last returned something"),
+        "three are left": (always_three_left, "38 rows in batches of 8, the last rank returned"),
+        "batches of eight": (always_batches_of_eight, "16 rows in batches of 7, rank 0 sends"),
+        "all at once": (all_rows_at_once, "rank 0 sends messages of [40] rows"),
         "without messages": (without_messages, "the last rank returned 0"),
     },
 }
