@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 from lockstep import lessons, needs, network, run
-from lockstep.doctor import report
+from lockstep.doctor import command
 from lockstep.flags import Flags, split_at_dashes, whole
 
 HOSTS = r"[\w:][\w.:%-]*(,[\w:][\w.:%-]*)*"
@@ -47,7 +47,7 @@ def main(arguments):
     own, flags = read_flags(parser, arguments)
     script = find_script(parser, own.what)
     if own.what == "doctor":
-        report.check(flags)
+        command.check(flags)
         flags = ["doctor", *flags]
     lesson = lessons.of_script(script)
     if lesson and (problem := needs.missing_packages(lesson)):

@@ -6,12 +6,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
-from lockstep import environment, lessons, needs, network
-from lockstep.doctor.row import Row
+from lockstep import lessons, needs, network
+from lockstep.doctor.report import Row
 
 ASK_TORCH = """
 import json, torch, torch.distributed as dist
@@ -25,19 +24,13 @@ print(json.dumps([torch.__version__, there, gpus, torch.version.cuda]))
 
 
 def look_at_machine(nproc):
-    """Yield the rows of all that does not need several ranks."""
+    """Yield the rows of all that does not need several ranks, for so many of them."""
     for look in (look_at_python, look_at_versions, look_at_torch):
         yield from look_at(look)
-    yield from look_at_resources(nproc)
-    for look in (look_at_host_name, look_at_interfaces):
+    for look in (look_at_cores, look_at_memory):
+        yield from look_at(look, nproc)
+    for look in (look_at_shared_memory, look_at_host_name, look_at_interfaces):
         yield from look_at(look)
-
-
-def look_at_resources(nproc):
-    """Yield the rows of what so many ranks need."""
-    yield from look_at(look_at_cores, nproc)
-    yield from look_at(look_at_memory, nproc)
-    yield from look_at(look_at_shared_memory)
 
 
 def look_at(look, *arguments):
@@ -90,10 +83,6 @@ def look_at_versions():
     A package that is absent is no fault, but for torch and numpy: each launcher installs what its
     lesson needs. With LOCKSTEP_PYTHON it does not.
     """
-    wanted = environment.Wanted("doctor")
-    if wanted.is_cut_off() and not wanted.is_here() and not os.environ.get("LOCKSTEP_PYTHON"):
-        cure = f"wait if it runs now; else {install(lessons.TORCH)} goes on with it"
-        return Row("versions", "not ok", "an installation into .venv was cut off", cure)
     wrong, absent = {}, []
     for name, pin in lessons.pins().items():
         try:
@@ -228,17 +217,13 @@ def look_at_shared_memory(folder="/dev/shm"):
 
 def look_at_host_name():
     """gloo gives its address to the other ranks, and torchrun looks it up."""
-    name, begin = socket.gethostname(), time.monotonic()
+    name = socket.gethostname()
     addresses = network.addresses_of(name)
-    seconds = time.monotonic() - begin
     here = f"{name} is {', '.join(addresses) or 'no address'}"
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
         here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts"
         return Row("host name", "ok", here)
-    if seconds > 1:
-        text = f"{here}, which took {seconds:.0f} s to find out"
-        return Row("host name", "limited", text, f"put {name} into /etc/hosts")
     if addresses and not network.is_loopback(addresses[0]):
         return Row("host name", "ok", here)
     interface = (network.outward() or ["THE_ONE_THAT_LEADS_TO_THE_OTHERS"])[0]
@@ -256,30 +241,3 @@ def look_at_interfaces():
             cure = "set it to one of these, or unset it"
             return Row("interfaces", "not ok", f"GLOO_SOCKET_IFNAME={name}; {text}", cure)
     return Row("interfaces", "ok", text)
-
-
-# --- Its ranks ---
-
-
-def look_at_ranks(nproc, timeout):
-    """Start ranks as the launcher of a lesson does; return the rows that rank 0 tells."""
-    from lockstep import run
-
-    package, flags = lessons.ROOT / "scripts" / "lockstep", ["doctor", "--json"]
-    command = [sys.executable, package, "inside", lessons.TORCHRUN, package, f"--nproc={nproc}"]
-    command = [*map(str, command), "--", *flags, f"--timeout={timeout}"]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    own = {**run.on_this_machine_alone(), "LOCKSTEP_PARENT": str(os.getpid())}
-    process = subprocess.Popen(command, env=own, start_new_session=True, text=True, **pipes)
-    seconds = 60 + 12 * timeout
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        output, errors = "", f"they did not end within {seconds} s"
-    finally:
-        process.terminate()
-        process.wait()
-    if output:
-        return [Row.from_dict(each) for each in json.loads(output.splitlines()[-1])["checks"]]
-    why = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
-    return [Row("ranks", "not ok", why, "look at memory and load above, then run it again")]

@@ -1,15 +1,13 @@
 """What is each of several machines, and what differs between them?"""
 
-import hashlib
 import os
 import socket
 import sys
 
 import torch
 
-from lockstep import lessons
 from lockstep.doctor import machine
-from lockstep.doctor.row import Row
+from lockstep.doctor.report import Row
 
 
 def my_name():
@@ -21,33 +19,20 @@ def my_name():
     return socket.gethostname() + f"/{node}" * (not alone)
 
 
-def my_facts(world_size):
+def my_facts(on_several):
     """Return what the other ranks are to know of this one, and of its machine."""
-    code = hashlib.sha256()
-    for path in sorted((lessons.ROOT / "lessons").glob("*.py")):
-        code.update(path.read_bytes())
+    one_looks = on_several and os.environ.get("LOCAL_RANK", "0") == "0"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rows = machine.look_at_machine(ranks_here) if one_looks else ()
     built_for = torch.version.cuda and f"CUDA {torch.version.cuda}"
     return {
         "machine": my_name(),
         "Python": "{}.{}".format(*sys.version_info),
         "torch": f"{torch.__version__.split('+')[0]} for {built_for or 'CPUs'}",
-        "lessons": code.hexdigest()[:8],
         "cores": machine.count_cores(),
         "GPUs": torch.cuda.device_count(),
-        "troubles": troubles(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+        "troubles": [row for row in rows if row.state != "ok"],
     }
-
-
-def troubles(ranks_here):
-    """Return the rows about this machine that are not ok; one of its ranks is enough to look."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return []
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    rows = [*machine.look_at(machine.look_at_python), *machine.look_at(machine.look_at_versions)]
-    rows += machine.look_at(machine.look_at_gpus, gpus, torch.version.cuda)
-    rows += machine.look_at_resources(ranks_here)
-    rows += machine.look_at(machine.look_at_interfaces)
-    return [row for row in rows if row.state != "ok"]
 
 
 def compare(everyone):
@@ -61,14 +46,14 @@ def compare(everyone):
         for row in (Row(*fields) for fields in one["troubles"]):
             rows.append(row._replace(check=f"{row.check} of {name}"))
     different = []
-    for fact in ("Python", "torch", "lessons"):
+    for fact in ("Python", "torch"):
         values = {name: ranks[0][fact] for name, ranks in machines.items()}
         if len(set(values.values())) > 1:
             text = "; ".join(f"{value} on {name}" for name, value in values.items())
             different.append(Row(fact, "not ok", text, f"take the same {fact} on all machines"))
     different += compare_gpus(machines)
     if not different:
-        text = "Python {Python}, torch {torch}, lessons {lessons} on all".format(**everyone[0])
+        text = "Python {Python}, torch {torch} on all".format(**everyone[0])
         different = [Row("versions", "ok", text)]
     return rows + different
 
