@@ -17,19 +17,17 @@ solution, folded; for each file of code that a page links to, a page of its own.
 
 import argparse
 import ast
-import fcntl
-import gc
 import json
-import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import webbrowser
 from pathlib import Path
 
+import sphinx.locale
 from events import write_player_data
+from sphinx.cmd.build import main as run_sphinx
 from translations import look_at_translations, merge_translations
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -40,7 +38,6 @@ BEHIND = ["CLAIMS", "docs/house", "CONTRIBUTING"]  # the last part of the menu
 LANGUAGES = ["en", *sorted(path.name for path in LOCALE.iterdir() if path.is_dir())]
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".slurm": "bash"}
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # --- The pages, as they are in the repository ---
@@ -169,8 +166,9 @@ def lay_out_notebook(source, path, lessons):
             cells += [folded(number, task[1])] if task else []
         elif len(cells) == 1:
             title, _, rest = text.partition("\n")
-            how = how_to_run(path, number, minutes=lessons[path.stem][1])
-            cell["source"] = f"{title}\n\n{how}\n{rest}"
+            how = f"{lessons[path.stem][1]} minutes. Run it: `bash scripts/lesson_{number}.sh`."
+            how += f" Look at it: [the script](../lessons/{path.stem}.py)."
+            cell["source"] = f"{title}\n\n*{how}*\n\n{rest}"
     for cell in cells:
         if cell["cell_type"] == "markdown":
             page = Path("notebooks", path.name)
@@ -179,14 +177,6 @@ def lay_out_notebook(source, path, lessons):
     target = source / "notebooks" / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
-
-
-def how_to_run(path, number, minutes):
-    """Return the paragraph below a lesson's title."""
-    script = f"[the script](../lessons/{path.stem}.py)"
-    return (
-        f"*{minutes} minutes. Run it: `bash scripts/lesson_{number}.sh`. Look at it: {script}.*\n"
-    )
 
 
 def folded(number, task):
@@ -225,10 +215,6 @@ def read_solution(text, task):
 
 def call_sphinx(builder, source, target, language="en"):
     """Run Sphinx. Raises SystemExit if it has anything to say against a page."""
-    # Not before: it takes a while, in which one may press Ctrl-C.
-    import sphinx.locale
-    from sphinx.cmd.build import main as run_sphinx
-
     sphinx.locale.translators.clear()  # of the language before, which would be a fallback
     read = source.parent / f"read_{builder}_{language}"
     flags = ["-q", "-W", "--keep-going", "-b", builder, "-D", f"language={language}"]
@@ -249,18 +235,6 @@ def write_site(source, html):
 # --- The command ---
 
 
-def put_in_place(new, place):
-    """Move the folder `new` to `place`, and remove what was there. Two runs at once take turns."""
-    with (
-        open(place.parent / ".lock", "w") as lock,
-        tempfile.TemporaryDirectory(dir=place.parent) as old,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.exists():
-            place.rename(Path(old, "old"))
-        new.rename(place)
-
-
 def read_flags():
     """Return the flags of the command line; leave with one line and exit code 2 if one is wrong."""
     parser = argparse.ArgumentParser(prog="site.sh", description="Build the course as a web site.")
@@ -272,24 +246,18 @@ def read_flags():
     where = {"type": Path, "default": DOCS / "_build", "metavar": "FOLDER"}
     parser.add_argument("--output", **where, help="write FOLDER/html, or FOLDER/gettext, or both")
     flags = parser.parse_args()
-    place = flags.output = flags.output.resolve()
+    flags.output = flags.output.resolve()
     for folder, ours in (("html", "searchindex.js"), ("gettext", "index.pot")):
-        if (place / folder).exists() and not (place / folder / ours).exists():
-            parser.error(f"argument --output: {place / folder} is there, and is not of this course")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        parser.error(f"argument --output: can't write in {place}: {error.strerror}")
+        place = flags.output / folder
+        if place.exists() and not (place / ours).exists():
+            parser.error(f"argument --output: {place} is there, and is not of this course")
     return flags
 
 
 def build(flags):
     """Build what is asked for in a temporary folder, then put it in its place."""
+    flags.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=flags.output) as folder:
-        tempfile.tempdir = folder  # so that Sphinx leaves nothing elsewhere
-        for number in SIGNALS:
-            signal.signal(number, interrupt)
         source, html, templates = (Path(folder, name) for name in ("source", "html", "gettext"))
         source.mkdir()
         lay_out(source)
@@ -297,28 +265,15 @@ def build(flags):
             write_site(source, html)
         if flags.gettext or flags.translated:
             call_sphinx("gettext", source, templates)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # what is left to do is done in an instant
         for new in (html, templates):
             if new.exists():
-                put_in_place(new, flags.output / new.name)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def interrupt(number, frame):
-    """Handle a signal: leave at once, and nothing behind. (Sphinx would catch a SystemExit.)"""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
-    print("interrupted: nothing was changed", file=sys.stderr, flush=True)
-    os._exit(128 + number)
+                shutil.rmtree(flags.output / new.name, ignore_errors=True)
+                new.rename(flags.output / new.name)
 
 
 def main():
     """Build what is asked for; return the exit code."""
     flags = read_flags()
-    gc.disable()  # a build keeps most of what it makes: to look for garbage takes a sixth of it
     build(flags)
     templates = flags.output / "gettext"
     if flags.gettext:

@@ -125,7 +125,7 @@ def mend_torch(error):
         return install(["torch"])
     if os.environ.get("LOCKSTEP_PYTHON"):
         return f"{install(['torch'])} --force-reinstall"
-    return "remove .venv and .venv.state, then " + install(["torch"])
+    return "remove .venv, then " + install(["torch"])
 
 
 def look_at_gpus(gpus, cuda):
