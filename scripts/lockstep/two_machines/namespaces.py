@@ -132,13 +132,15 @@ class TwoMachines:
             machine.kill()
         self.temporary.cleanup()
 
-    def limit(self, rate=0, delay=0):
-        """Make the cable slow: megabits per second, milliseconds. Raises OSError."""
-        shape = ["netem", "delay", f"{delay}ms"] + ["rate", f"{rate}mbit"] * bool(rate)
-        if rate and not delay:  # older kernels than those with netem have this
-            shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
+    def limit(self, rate):
+        """Let the cable carry so many megabits per second. Raises OSError."""
+        shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
         for machine in self.machines:
             machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+
+    def kill(self):
+        """Kill machine 1."""
+        self.machines[1].kill()
 
     def cut(self):
         """Cut the cable; no process of either machine is told."""
