@@ -13,10 +13,8 @@ each machine, with the same values but for --node-rank. It does what this does, 
     torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST --master-port=PORT \\
         lessons/lesson_02_launch_ddp.py
 
-and four things more. It waits until the names of all machines are known, and for the machines
-themselves, and names one that does not come. It lets gloo use the interface that leads to the other
-machines, because a host's own name is often 127.0.1.1 (GLOO_SOCKET_IFNAME, if you have set it,
-counts). The store listens at that interface only. And an error costs one line.
+and four things more, which docs/several_machines.md explains: it waits for the others and names one
+that does not come, lets gloo and the store use the way to them alone, and tells an error in a line.
 
 Each machine needs this repository and a Python with what WHAT needs. Lessons 05 and 06 write files:
 TMPDIR, or their own flag for a folder, must name one that all machines share. Else 06 fails, and 05
@@ -35,7 +33,7 @@ from lockstep import lessons, needs, network, run
 from lockstep.doctor import command
 from lockstep.flags import Flags, split_at_dashes, whole
 
-HOSTS = r"[\w:][\w.:%-]*(,[\w:][\w.:%-]*)*"
+HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
 
 
 def main(arguments):
@@ -54,7 +52,7 @@ def main(arguments):
         print(f"{script.name}: error: {problem}", file=sys.stderr)
         return 2
     here, first = find_way(own)
-    environment = without_another_job()
+    environment = {name: os.environ[name] for name in os.environ if name not in run.OF_A_JOB}
     interface = network.interface_of(here)
     if interface:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -65,11 +63,6 @@ def main(arguments):
         threading.Thread(target=end_with_stdin, daemon=True).start()
     ours = [f"--nproc={own.nproc}", *["--verbose"] * own.verbose]
     return run.start(lessons.TORCHRUN, script, [*ours, "--", *flags], environment)
-
-
-def without_another_job():
-    """Return our environment, without what another job's launcher has exported in it."""
-    return {name: value for name, value in os.environ.items() if name not in run.OF_A_JOB}
 
 
 def make_parser():
@@ -87,7 +80,7 @@ def make_parser():
 
 
 def hosts(text):
-    """Return the hosts of a list; none begins with "-", which another program takes for a flag."""
+    """Return the hosts of a list."""
     if not re.fullmatch(HOSTS, text):
         raise ValueError
     return text.split(",")
@@ -122,6 +115,12 @@ def find_script(parser, what):
         can = [each.number for each in lessons.TABLE if each.start in lessons.ON_SEVERAL_MACHINES]
         parser.error(f"lesson {lesson.number} {why}; take {', '.join(can)}, doctor, or a script")
     return lesson.script
+
+
+def whole_path(parser, what):
+    """Return `what`, and of a script its whole path; leave if there is no such thing."""
+    script = find_script(parser, what)
+    return str(script) if Path(what).is_file() else what
 
 
 def find_way(own):

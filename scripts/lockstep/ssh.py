@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from lockstep import ending, machine
 from lockstep.flags import Flags
@@ -20,7 +19,6 @@ from lockstep.lessons import ROOT
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 FREE_PORT = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
-HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
 PATIENCE = 15  # seconds for the other machines to say why they fail, and to clean up
 
 
@@ -81,12 +79,10 @@ def main(arguments):
         print(__doc__)
         return 0
     parser = Flags("ssh.sh")
-    if len(arguments) < 2 or not re.fullmatch(HOSTS, arguments[0]):
+    if len(arguments) < 2 or not re.fullmatch(machine.HOSTS, arguments[0]):
         parser.error("expected HOST,HOST and a lesson, doctor, or a script")
     hosts, (what, *flags) = arguments[0].split(","), arguments[1:]
-    script = machine.find_script(parser, what)
-    if Path(what).is_file():
-        what = str(script)  # the machines start in the folder of the repository
+    what = machine.whole_path(parser, what)
     for number in ending.WORDS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     processes = []
