@@ -157,20 +157,6 @@ def test_with_a_python_that_is_given_nobody_installs_what_is_missing(monkeypatch
     )
 
 
-def test_a_limit_of_a_job_is_seen_and_files_that_were_read_do_not_count(monkeypatch):
-    """Slurm and Kubernetes put a job into a control group; the limit may stand in one above it."""
-    files = {
-        "/proc/self/cgroup": "0::/slurm/job_7/step_0",
-        "/sys/fs/cgroup/slurm/job_7/memory.max": "4000000000",
-        "/sys/fs/cgroup/slurm/job_7/memory.current": "3900000000",
-        "/sys/fs/cgroup/slurm/job_7/memory.stat": "anon 7\ninactive_file 1000000000",
-        "/sys/fs/cgroup/slurm/cpu.max": "100000 100000",
-    }
-    monkeypatch.setattr(machine, "read", lambda path: files.get(str(path), ""))
-    monkeypatch.setattr(needs, "free_memory", lambda: 64e9)
-    assert machine.free_memory() == 1.1e9 and machine.count_cores() == 1
-
-
 @pytest.mark.parametrize(
     "states, code, line",
     [

@@ -242,6 +242,19 @@ def test_a_notebook_without_its_framework_says_what_to_run(tmp_path):
     assert "Traceback" in other and "No module named 'no_such_thing'" in other
 
 
+def test_a_limit_of_a_job_is_seen_and_files_that_were_read_do_not_count(monkeypatch):
+    """The limit may stand in a control group above that of the job."""
+    files = {
+        "/proc/meminfo": "MemAvailable: 64000000 kB",
+        "/proc/self/cgroup": "0::/slurm/job_7/step_0",
+        "/sys/fs/cgroup/slurm/job_7/memory.max": "4000000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.current": "3900000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.stat": "anon 7\ninactive_file 1000000000",
+    }
+    monkeypatch.setattr(needs, "read", lambda path: files.get(str(path), ""))
+    assert needs.free_memory() == 1.1e9
+
+
 def test_ranks_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
     assert 1e8 < needs.free_memory() <= psutil.virtual_memory().total
     monkeypatch.setattr(needs, "free_memory", lambda: 10e9)

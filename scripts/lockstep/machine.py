@@ -8,13 +8,7 @@ training script of yours that torchrun could start. --nodes names all machines, 
 everywhere; --node-rank says which of them this one is; --port is free on the first. --nproc: ranks
 on this machine, 2 by default. --wait: seconds for the others to come, 120 by default. What follows
 "--" is handed to WHAT as it is. The files in cluster/ (for Slurm, Kubernetes, ssh) call it once on
-each machine, with the same values but for --node-rank. It does what this does, by hand:
-
-    torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST --master-port=PORT \\
-        lessons/lesson_02_launch_ddp.py
-
-and four things more, which docs/several_machines.md explains: it waits for the others and names one
-that does not come, lets gloo and the store use the way to them alone, and tells an error in a line.
+each machine. docs/several_machines.md says what it does that torchrun does not.
 
 Each machine needs this repository and a Python with what WHAT needs. Lessons 05 and 06 write files:
 TMPDIR, or their own flag for a folder, must name one that all machines share. Else 06 fails, and 05

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -47,14 +46,6 @@ def look_at(look, *arguments):
 def first_line(error):
     """Return the first line of an error's message, at most 200 letters."""
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
-
-
-def read(path):
-    """Return the text of a file, or "" if it can't be read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 # --- What is installed ---
@@ -145,22 +136,11 @@ def look_at_gpus(gpus, cuda):
 # --- What it has for processes ---
 
 
-def control_groups():
-    """Return the folders of the control groups that we are in; the limits of each count."""
-    own = Path(read("/proc/self/cgroup").rpartition("::/")[2]).parts
-    return [Path("/sys/fs/cgroup", *own[:depth]) for depth in range(len(own) + 1)]
-
-
 def count_cores():
-    """Return how many cores this process may use: not more than its container or job has."""
-    cores = os.cpu_count() or 1
+    """Return how many cores this process may use; a job may have less than the machine."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    for group in control_groups():
-        quota, _, period = read(group / "cpu.max").partition(" ")
-        if quota.isdigit():
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def look_at_cores(nproc):
@@ -175,23 +155,9 @@ def look_at_cores(nproc):
     return Row("cores", "ok", text)
 
 
-def free_memory():
-    """Return the memory that new processes can have, in bytes: what the machine and our job have.
-
-    A control group also counts the files that it has read lately; they go when memory is needed.
-    """
-    free = needs.free_memory()
-    for group in control_groups():
-        limit, used = read(group / "memory.max"), read(group / "memory.current")
-        cache = re.search(r"(?m)^inactive_file (\d+)", read(group / "memory.stat"))
-        if limit.isdigit() and used.isdigit():
-            free = min(free, max(0, int(limit) - int(used) + int(cache[1] if cache else 0)))
-    return free
-
-
 def look_at_memory(nproc):
     """Say whether the ranks fit into the memory."""
-    free, needed = free_memory() / 1e9, nproc * needs.GB_PER_RANK
+    free, needed = needs.free_memory() / 1e9, nproc * needs.GB_PER_RANK
     text = f"{free:.1f} GB free, {nproc} ranks take about {needed:.1f}"
     if free < needed:
         return Row("memory", "not ok", text, "end what takes it, or take a smaller --nproc")
