@@ -47,13 +47,13 @@ def lay_out(source):
     """Write all pages into the folder `source`."""
     lessons = read_lessons()
     for path in [*(ROOT / name for name in PAGES), *DOCS.glob("*.md")]:
-        write(source, path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+        name = path.relative_to(ROOT)
+        text = link_to_pages(source, name, path.read_text(encoding="utf-8"))
+        if path.name == "README.md":
+            name, text = "index.md", text + tables_of_contents(lessons)
+        write(source / name, text)
     for path in sorted((ROOT / "notebooks").glob("lesson_*.ipynb")):
         lay_out_notebook(source, path, lessons)
-    readme = source / "README.md"
-    text = readme.read_text(encoding="utf-8") + tables_of_contents(lessons)
-    readme.unlink()
-    (source / "index.md").write_text(text, encoding="utf-8")
     for folder in ("_static", "_templates"):
         shutil.copytree(DOCS / folder, source / "docs" / folder)
     for image in DOCS.glob("*.png"):
@@ -63,11 +63,10 @@ def lay_out(source):
     shutil.copy(DOCS / "conf.py", source)
 
 
-def write(source, name, text):
-    """Write a page; make a page for each file of code that it links to."""
-    path = source / name
+def write(path, text):
+    """Write a file, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(link_to_pages(source, name, text), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def link_to_pages(source, page, text):
@@ -93,17 +92,10 @@ def link_to_pages(source, page, text):
 def make_code_page(source, file):
     """Write a page that shows a file of code."""
     name = file.relative_to(ROOT)
-    page = source / f"{name}.md"
-    if page.exists():
-        return
-    page.parent.mkdir(parents=True, exist_ok=True)
-    code = file.read_text(encoding="utf-8")
-    fence = "`" * 7
+    code, fence = file.read_text(encoding="utf-8"), "`" * 7
     lexer = "json" if file.suffix == ".ipynb" else LEXERS.get(file.suffix, "text")
-    page.write_text(
-        f"---\norphan: true\n---\n# `{name}`\n\n{fence}{{code-block}} {lexer}\n{code}\n{fence}\n",
-        encoding="utf-8",
-    )
+    title = f"---\norphan: true\n---\n# `{name}`\n\n"
+    write(source / f"{name}.md", f"{title}{fence}{{code-block}} {lexer}\n{code}\n{fence}\n")
 
 
 # --- What is added ---
@@ -174,9 +166,7 @@ def lay_out_notebook(source, path, lessons):
             page = Path("notebooks", path.name)
             cell["source"] = link_to_pages(source, page, "".join(cell["source"]))
     notebook["cells"] = cells
-    target = source / "notebooks" / path.name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
+    write(source / "notebooks" / path.name, json.dumps(notebook, ensure_ascii=False))
 
 
 def folded(number, task):
@@ -223,10 +213,7 @@ def call_sphinx(builder, source, target, language="en"):
 
 
 def write_site(source, html):
-    """Build the site in all languages, one in this process after the other.
-
-    So what Sphinx imports is imported once, which takes half the time of a process for each.
-    """
+    """Build the site in all languages, one after the other."""
     for language in LANGUAGES:
         call_sphinx("html", source, html if language == "en" else html / language, language)
     shutil.rmtree(html / "jupyter_execute", ignore_errors=True)  # pictures, to which no page leads

@@ -36,7 +36,8 @@ def main(arguments):
     if problem := needs.problem(lesson, flags):
         print(problem, file=sys.stderr)
         return 2
-    environment = as_it_is() if lesson.number == "04" else on_this_machine_alone()
+    # Lesson 04 is about these variables, and sees them all.
+    environment = loopback() | os.environ if lesson.number == "04" else on_this_machine_alone()
     return start(lesson.start, lesson.script, flags, environment)
 
 
@@ -53,11 +54,6 @@ def on_this_machine_alone():
     hidden = [*OF_A_JOB, "GLOO_SOCKET_IFNAME"]
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return loopback() | kept
-
-
-def as_it_is():
-    """Return the environment of lesson 04, which is about these variables: it sees them all."""
-    return loopback() | os.environ
 
 
 def loopback():

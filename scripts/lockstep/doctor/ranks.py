@@ -53,7 +53,7 @@ def examine(peers, on_several):
     except Missing as missing:
         return [peers.row_of(missing)], peers.rank == missing.args[0][0]
     if on_several:
-        rows = [*machines.compare(everyone), *rows, machines.not_tried(everyone)]
+        rows = [*machines.compare(everyone), *rows, machines.not_tried()]
     return rows, peers.rank == 0
 
 
