@@ -121,7 +121,7 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", installed(torch="2"), "versions", "not ok", "torch 2, .*setup.sh 02$"),
     (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
     (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
-    (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher installs"),
+    (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher says"),
     (os, "getloadavg", lambda: (99.0, 0, 0), "cores", "limited", "load 99.0 -> .*too long"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
@@ -145,16 +145,6 @@ def test_each_trouble_is_named_with_its_cure(monkeypatch, owner, name, value, ch
     found = getattr(machine, f"look_at_{check}")(*ARGUMENTS.get(check, []))
     assert found.state == state
     assert re.search(words, f"{found.text} -> {found.remedy}"), found
-
-
-def test_with_a_python_that_is_given_nobody_installs_what_is_missing(monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_PYTHON", sys.executable)
-    monkeypatch.setattr(metadata, "version", installed(tqdm=None))
-    found = machine.look_at_versions()
-    assert (found.state, found.remedy[-20:]) == (
-        "limited",
-        f"install {lessons.pins()['tqdm']}"[-20:],
-    )
 
 
 @pytest.mark.parametrize(
@@ -222,19 +212,13 @@ def test_troubles_of_each_machine_are_told():
     assert "limited  memory of m1: little -> less" in [row.as_line() for row in rows]
 
 
-def test_a_rank_that_does_not_come_or_goes_is_named_once():
+def test_a_rank_that_does_not_come_is_named_once():
     store = dist.HashStore()
     first, last = (ranks.Peers(store, rank, 3, 1) for rank in (0, 2))
-    store.set("machine/2", "ada")
     store.set("here/2", "{}")
-    rows, speaks = ranks.examine(first, on_several=False)
-    assert speaks and re.fullmatch(
-        rf"rank 1 of 3 not here after 1 s; here: 0 on {socket.gethostname()}, 2 on ada",
-        rows[0].text,
-    )
+    (row,), speaks = ranks.examine(first, on_several=False)
+    assert speaks and row.text == "rank 1 of 3 does not answer within 1 s"
     assert not ranks.examine(last, on_several=False)[1]
-    store.set("machine/1", "bob")
-    assert first.row_of(ranks.Missing([0, 2], 9)).text.startswith("rank 1 of 3 went away")
 
 
 def test_the_cause_is_not_who_lost_a_connection_or_waited():

@@ -128,19 +128,14 @@ def tables_of_contents(lessons):
     pages = {f"docs/{path.stem}": path.read_text("utf-8") for path in sorted(DOCS.glob("*.md"))}
     plays = [name for name, text in pages.items() if "<script" in text]
     others = [name for name in pages if name not in [*plays, *BEHIND]]
-    menus["Running it"] = sorted(others, key=lambda name: first_link(readme, name))
+    named = [name for name in re.findall(r"\((docs/\w+)\.md", readme) if name in others]
+    menus["Running it"] = list(dict.fromkeys(named + others))
     menus["To play with"] = plays
     menus["Behind the course"] = BEHIND
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(names) + "\n```\n"
         for title, names in menus.items()
     )
-
-
-def first_link(text, name):
-    """Return where a text first links to a page; its end if it does not."""
-    place = text.find(f"({name}.md)")
-    return place if place >= 0 else len(text)
 
 
 def lay_out_notebook(source, path, lessons):
@@ -182,22 +177,10 @@ def folded(number, task):
 
 def read_solution(text, task):
     """Return the hint and the solution's code, from the text of a file of solutions."""
-    tree = ast.parse(text)
-    assigned, named = {}, {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            assigned[node.targets[0].id] = node.value
-            named[node.targets[0].id] = node
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            named[node.name] = node
-    hint = ast.literal_eval(assigned["HINTS"])[task]
-    tasks = [key.value for key in assigned["TASKS"].keys]
-    check_and_answer = assigned["TASKS"].values[tasks.index(task)]
-    answer = named[check_and_answer.elts[1].id]
-    first, lines = answer.lineno - 1, text.splitlines()
-    if lines[first - 1].startswith("#"):  # a remark on the answer
-        first -= 1
-    return hint, "\n".join(lines[first : answer.end_lineno])
+    hints = ast.literal_eval(text.partition("\nHINTS = ")[2])
+    answer = re.search(rf'"{task}": \(\w+, (\w+)\)', text)[1]
+    remark, begin = r"(?ms)^(#[^\n]*\n)?", rf"((def|class) {answer}\b|{answer} = )"
+    return hints[task], re.search(remark + begin + r".*?(?=\n\n+\S)", text)[0]
 
 
 # --- Sphinx ---

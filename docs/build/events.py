@@ -45,10 +45,9 @@ def find_story(root, name):
     for story in stories:
         if (story["kind"], story["title"]) == (kind, title):
             return story | {"lesson": lesson}
-    known = ", ".join(f"{story['kind']} '{story['title']}'" for story in stories) or "none"
     raise LookupError(
         f"lesson_{lesson} has no picture of kind {kind} with the title '{title}' that carries its"
-        f" events (it has: {known}). Execute the notebook again, or change STORIES."
+        " events. Execute the notebook again, or change STORIES."
     )
 
 

@@ -30,11 +30,8 @@ DISK_GB = {
     "torch, CUDA": 10.4,
     "tensorflow": 3.4,
     "paddlepaddle": 1.2,
-    "scikit-learn": 0.3,
-    "jupyterlab": 0.2,
-    "Sphinx": 0.3,
 }
-OTHER_GB = 0.03
+OTHER_GB = 0.1
 
 LAST = "INSTALLER"  # what pip writes after all files of a package, and of those that it needs
 PIP = ["-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -45,7 +42,6 @@ class Wanted:
     """What an environment is to have: `pins`, as "name==version", in the folder `place`."""
 
     def __init__(self, what):
-        self.what = what
         is_site = what == "site"
         pins = lessons.pins(ROOT / ("docs/requirements.txt" if is_site else "requirements.txt"))
         names = pins if is_site else lessons.packages_for(what)
@@ -60,11 +56,6 @@ class Wanted:
     def missing(self, folders):
         """Return the pins that are not installed in these folders."""
         return [pin for pin in self.pins if not is_installed(*pin.split("=="), folders)]
-
-    def is_there(self):
-        """Return whether the environment has all that is wanted."""
-        package = ROOT / "scripts" / "lockstep"
-        return succeeds(self.python, package, "environment", "--check", self.what)
 
 
 def is_installed(name, version, folders):
@@ -96,11 +87,12 @@ def make(wanted):
         except BlockingIOError:
             print("waiting for another run that is installing ...", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not wanted.is_there():
-            complete(wanted, lock)
+        starts = succeeds(wanted.python, "-c", "")  # not if the Python that made it is gone
+        if not starts or wanted.missing(wanted.site_packages()):
+            complete(wanted, lock, starts)
 
 
-def complete(wanted, lock):
+def complete(wanted, lock, starts):
     """Install what is missing, while nobody else does."""
     for package in wanted.site_packages("*.dist-info"):
         if not (package / LAST).exists():  # pip was cut off: let it install that one again
@@ -112,8 +104,7 @@ def complete(wanted, lock):
     print(f"installing {names} into {wanted.place}", file=sys.stderr)
     print("(once only; it takes some minutes)", file=sys.stderr)
     if not succeeds(wanted.python, *PIP, "--version"):
-        gone = not wanted.python.exists()  # there was none, or the Python that made it is gone
-        venv.create(wanted.place, clear=gone, symlinks=True, with_pip=True)
+        venv.create(wanted.place, clear=not starts, symlinks=True, with_pip=True)
     install(wanted, lock)
 
 

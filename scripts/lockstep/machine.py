@@ -62,7 +62,7 @@ def main(arguments):
 def make_parser():
     """Return the parser of our own flags."""
     parser = Flags("machine", add_help=False)
-    parser.add_argument("--nodes", type=hosts, required=True)
+    parser.add_argument("--nodes", required=True)
     parser.add_argument("--node-rank", type=whole(0, 9999), required=True)
     parser.add_argument("--port", type=whole(1, 65535), required=True)
     parser.add_argument("--nproc", type=whole(1, 64), default=2)
@@ -73,22 +73,15 @@ def make_parser():
     return parser
 
 
-def hosts(text):
-    """Return the hosts of a list."""
-    if not re.fullmatch(HOSTS, text):
-        raise ValueError
-    return text.split(",")
-
-
-hosts.__name__ = "list of host names or addresses, with commas between them"  # argparse says it
-
-
 def read_flags(parser, arguments):
     """Return (our own flags, those of WHAT)."""
     what, *rest = arguments
     ours, theirs = split_at_dashes(rest)
     own, flags = parser.parse_known_args(ours)
     own.what = what
+    if not re.fullmatch(HOSTS, own.nodes):
+        parser.error("argument --nodes: takes host names or addresses, with commas between them")
+    own.nodes = own.nodes.split(",")
     if own.node_rank >= len(own.nodes):
         parser.error(f"argument --node-rank: must be from 0 to {len(own.nodes) - 1}")
     return own, flags + theirs

@@ -1,6 +1,5 @@
 """What a lesson needs before it is started: its packages, and memory for its ranks."""
 
-import argparse
 import importlib.util
 import os
 import re
@@ -43,13 +42,8 @@ def missing_packages(lesson):
 
 def asked_ranks(flags):
     """Return the number behind --nproc, or 0: whether it may be, the lesson says."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc", default="0")
-    try:
-        asked = parser.parse_known_args(flags)[0].nproc
-    except argparse.ArgumentError:
-        return 0
-    return int(asked) if re.fullmatch("[0-9]{1,2}", asked) else 0
+    asked = re.findall(r"--nproc[= ]([0-9]{1,2})(?= |$)", " ".join(flags))
+    return int(asked[-1]) if asked else 0
 
 
 def read(path):

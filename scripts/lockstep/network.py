@@ -1,5 +1,6 @@
 """What this machine's network looks like, seen with the standard library alone."""
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -77,11 +78,9 @@ def gloo_address():
             raise OSError(f"GLOO_SOCKET_IFNAME={chosen}: no such interface, or it has no address")
         return address
     for address in addresses_of(socket.gethostname()):
-        try:
+        with contextlib.suppress(OSError):
             listen_at(address).close()
             return address
-        except OSError:
-            continue
     return "127.0.0.1"
 
 

@@ -72,7 +72,7 @@ def look_at_versions():
     """Compare what is installed with requirements.txt.
 
     A package that is absent is no fault, but for torch and numpy: each launcher installs what its
-    lesson needs. With LOCKSTEP_PYTHON it does not.
+    lesson needs, or, with LOCKSTEP_PYTHON, says what it lacks.
     """
     wrong, absent = {}, []
     for name, pin in lessons.pins().items():
@@ -87,12 +87,9 @@ def look_at_versions():
     if wrong:
         return Row("versions", "not ok", "; ".join(wrong.values()), install(wrong))
     text = f"{len(lessons.pins()) - len(absent)} packages as in requirements.txt"
-    if not absent:
-        return Row("versions", "ok", text)
-    text += f"; not installed yet: {', '.join(absent)}"
-    if os.environ.get("LOCKSTEP_PYTHON"):
-        return Row("versions", "limited", text, "for what needs them: " + install(absent))
-    return Row("versions", "ok", text + "; a launcher installs what its lesson needs")
+    if absent:
+        text += f"; not installed: {', '.join(absent)}; a launcher says what its lesson needs"
+    return Row("versions", "ok", text)
 
 
 def look_at_torch():

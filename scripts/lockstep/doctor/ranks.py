@@ -47,7 +47,6 @@ def open_store(rank, world_size, timeout):
 
 def examine(peers, on_several):
     """Return (rows, whether this rank is to tell them)."""
-    peers.store.set(f"machine/{peers.rank}", machines.my_name())
     try:
         everyone, rows = pairs.look_at_pairs(peers, machines.my_facts(on_several))
     except Missing as missing:
@@ -73,7 +72,7 @@ class Missing(Exception):
 class Peers(NamedTuple):
     """All ranks that look for something together, and which of them this one is."""
 
-    store: dist.Store  # each rank has left the name of its machine there, at machine/RANK
+    store: dist.Store
     rank: int
     world_size: int
     timeout: int
@@ -90,21 +89,9 @@ class Peers(NamedTuple):
         return [json.loads(text) for text in self.store.multi_get(names)]
 
     def row_of(self, missing):
-        """Return the row that says who is missing, and where the others are."""
+        """Return the row that says who is missing."""
         here, seconds = missing.args
-        lost = [rank for rank in range(self.world_size) if rank not in here]
-        came = self.store.check([f"machine/{rank}" for rank in lost])
-        why = "went away in the middle" if came else f"not here after {seconds} s"
-        places = {}
-        for rank in here:
-            place = self.store.get(f"machine/{rank}").decode()
-            places.setdefault(place, []).append(rank)
-        text = f"rank {in_words(lost)} of {self.world_size} {why}; here: "
-        text += ", ".join(f"{in_words(ranks)} on {place}" for place, ranks in places.items())
+        lost = ", ".join(str(rank) for rank in range(self.world_size) if rank not in here)
+        text = f"rank {lost} of {self.world_size} does not answer within {seconds} s"
         cure = "start it with the same command, and look at what its own machine says"
         return Row("ranks", "not ok", text, cure)
-
-
-def in_words(ranks):
-    """Return the numbers of ranks, with commas between them."""
-    return ", ".join(map(str, ranks))

@@ -39,14 +39,6 @@ class Machine:
         command += ["--mount-proc", "sh", "-c", "echo ready; exec sleep infinity"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.unshare = subprocess.Popen(command, preexec_fn=end_with_us, **streams)
-        try:
-            self.set_up()
-        except BaseException:
-            self.kill()
-            raise
-
-    def set_up(self):
-        """Wait for the machine's process 1; give it a name and its own 127.0.0.1."""
         if self.unshare.stdout.readline() != b"ready\n":
             raise OSError("unshare could not make a machine: is this a container without rights?")
         children = Path(f"/proc/{self.unshare.pid}/task/{self.unshare.pid}/children")
@@ -92,14 +84,8 @@ class TwoMachines:
     def __enter__(self):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
-        self.machines = []
-        try:
-            for number in (0, 1):
-                self.machines.append(Machine(number))
-            self.connect()
-        except BaseException:
-            self.__exit__()
-            raise
+        self.machines = [Machine(0), Machine(1)]
+        self.connect()
         return self
 
     def connect(self):

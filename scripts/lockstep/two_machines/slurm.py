@@ -26,10 +26,8 @@ SlurmctldHost=machine0(10.14.0.1)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=/mnt/munge.socket
-CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir=/mnt/%n
-JobRequeue=0
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdParameters=config_overrides
@@ -41,7 +39,6 @@ DefMemPerCPU=100
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=1
 JobAcctGatherParams=OverMemoryKill
-MpiDefault=none
 NodeName=machine0 NodeAddr=10.14.0.1 CPUs={cores} RealMemory=8192
 NodeName=machine1 NodeAddr=10.14.0.2 CPUs={cores} RealMemory=8192
 PartitionName=all Nodes=machine0,machine1 Default=YES State=UP
