@@ -122,7 +122,6 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
     (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
     (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher says"),
-    (os, "getloadavg", lambda: (99.0, 0, 0), "cores", "limited", "load 99.0 -> .*too long"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
     (os, "statvfs", lambda path: DOCKER, "shared_memory", "limited", "0.067 GB.*--shm-size=1g"),

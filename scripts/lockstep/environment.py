@@ -100,7 +100,6 @@ def complete(wanted, lock, starts):
     missing = wanted.missing(wanted.site_packages()) or wanted.pins
     check_disk(missing)
     names = ", ".join(pin.partition("==")[0] for pin in missing)
-    names = names if len(missing) <= 5 else f"{len(missing)} packages"
     print(f"installing {names} into {wanted.place}", file=sys.stderr)
     print("(once only; it takes some minutes)", file=sys.stderr)
     if not succeeds(wanted.python, *PIP, "--version"):

@@ -8,11 +8,8 @@ training script of yours that torchrun could start. --nodes names all machines, 
 everywhere; --node-rank says which of them this one is; --port is free on the first. --nproc: ranks
 on this machine, 2 by default. --wait: seconds for the others to come, 120 by default. What follows
 "--" is handed to WHAT as it is. The files in cluster/ (for Slurm, Kubernetes, ssh) call it once on
-each machine. docs/several_machines.md says what it does that torchrun does not.
-
-Each machine needs this repository and a Python with what WHAT needs. Lessons 05 and 06 write files:
-TMPDIR, or their own flag for a folder, must name one that all machines share. Else 06 fails, and 05
-leaves event files on the other machines. There is no password: a machine trusts all that reach it.
+each machine. docs/several_machines.md says what it does that torchrun does not, what the machines
+need, and where lessons 05 and 06 write. There is no password: a machine trusts all that reach it.
 """
 
 import os

@@ -3,7 +3,7 @@
 bash scripts/cluster/ssh.sh HOST,HOST WHAT [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
 
 WHAT is a lesson's number, "doctor", or a training script of yours. What follows "--" is handed to
-it as it is. The first lines of cluster/ssh.sh say what the machines need.
+it as it is. docs/several_machines.md says what the machines need.
 """
 
 import random

@@ -97,23 +97,17 @@ def look_at_torch():
     command = [sys.executable, "-c", ASK_TORCH]
     run = subprocess.run(command, capture_output=True, timeout=120, text=True)
     if run.returncode != 0:
-        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-        return [Row("torch", "not ok", lines[-1][:200], mend_torch(lines[-1]))]
+        why = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1][:200]
+        cure = install(["torch"])
+        if "No module named 'torch'" not in why:
+            given = os.environ.get("LOCKSTEP_PYTHON")
+            cure = f"{cure} --force-reinstall" if given else f"remove .venv, then {cure}"
+        return [Row("torch", "not ok", why, cure)]
     version, backends, gpus, cuda = json.loads(run.stdout.splitlines()[-1])
     there = Row("backends", "ok", ", ".join(backends) or "none")
     if "gloo" not in backends:
-        cure = "install the torch of requirements.txt: " + install(["torch"])
-        there = there._replace(state="not ok", remedy=cure)
+        there = there._replace(state="not ok", remedy=install(["torch"]))
     return [Row("torch", "ok", version), there, look_at_gpus(gpus, cuda)]
-
-
-def mend_torch(error):
-    """Return what to do when `import torch` ends with this line."""
-    if "No module named 'torch'" in error:
-        return install(["torch"])
-    if os.environ.get("LOCKSTEP_PYTHON"):
-        return f"{install(['torch'])} --force-reinstall"
-    return "remove .venv, then " + install(["torch"])
 
 
 def look_at_gpus(gpus, cuda):
@@ -141,15 +135,12 @@ def count_cores():
 
 
 def look_at_cores(nproc):
-    """Say whether each rank has a core, and whether somebody else computes."""
-    cores, load = count_cores(), os.getloadavg()[0]
-    text = f"{cores}, load {load:.1f}"
-    if nproc > cores:
-        cure = "times will be too long; in a Slurm job ask for more with --cpus-per-task"
-        return Row("cores", "limited", f"{text}, for {nproc} ranks", cure)
-    if load > cores + 1:
-        return Row("cores", "limited", text, "times will be too long; look with top who computes")
-    return Row("cores", "ok", text)
+    """Say whether each rank has a core."""
+    cores = count_cores()
+    if nproc <= cores:
+        return Row("cores", "ok", str(cores))
+    cure = "times will be too long; in a Slurm job ask for more with --cpus-per-task"
+    return Row("cores", "limited", f"{cores}, for {nproc} ranks", cure)
 
 
 def look_at_memory(nproc):
@@ -184,10 +175,8 @@ def look_at_host_name():
     addresses = network.addresses_of(name)
     here = f"{name} is {', '.join(addresses) or 'no address'}"
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen:
-        here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts"
-        return Row("host name", "ok", here)
-    if addresses and not network.is_loopback(addresses[0]):
+    if chosen or (addresses and not network.is_loopback(addresses[0])):
+        here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts" if chosen else ""
         return Row("host name", "ok", here)
     interface = (network.outward() or ["THE_ONE_THAT_LEADS_TO_THE_OTHERS"])[0]
     text = here + ", where other machines do not find it"

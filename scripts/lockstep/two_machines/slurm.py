@@ -1,8 +1,7 @@
 """Try cluster/lesson.slurm under a real Slurm, which is started here on two machines that are one.
 
 Here as on many clusters a task has one core and little memory unless it asks for more: it is bound
-to its cores, and killed when it takes more memory than it has. (The memory is looked at once a
-second.) A Slurm that runs here already is left alone: this one has networks of its own.
+to its cores, and killed when it takes more memory than it has.
 """
 
 import os
@@ -103,10 +102,11 @@ def submit(two, what, flags):
 
     Return its exit code.
     """
-    enter, output = two.machines[0].enter, two.folder / "output"
-    options = {"stdout": subprocess.PIPE, "text": True}
-    command = ["sbatch", "--parsable", f"--output={output}", f"--cpus-per-task={min(4, CORES)}"]
-    command = enter(*command, ROOT / "scripts" / "cluster" / "lesson.slurm", what, *flags)
+    file, output = ROOT / "scripts" / "cluster" / "lesson.slurm", two.folder / "output"
+    cores = re.search(r"(?m)^#SBATCH --cpus-per-task=(\d+)$", file.read_text())[1]
+    enter, options = two.machines[0].enter, {"stdout": subprocess.PIPE, "text": True}
+    command = ["sbatch", "--parsable", f"--output={output}"]
+    command = enter(*command, f"--cpus-per-task={min(int(cores), CORES)}", file, what, *flags)
     environment = two.environment() | {"LOCKSTEP_PYTHON": sys.executable}
     job = subprocess.run(command, env=environment, **options).stdout.strip()
     if not job:
