@@ -10,15 +10,6 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-make_environment() { # a signal that reaches only this shell is handed on, so that no pip stays
-    "$1" "$root/scripts/lockstep" environment --make "$2" &
-    local installer=$! code=0
-    trap 'kill "$installer" 2>/dev/null || true; wait "$installer" || true' INT TERM HUP
-    wait "$installer" || code=$?
-    trap - INT TERM HUP
-    return "$code"
-}
-
 find_python() { # sets $python to the interpreter to use for $1
     local candidate place=$root/.venv
     if [ "$1" = site ]; then
@@ -35,7 +26,7 @@ find_python() { # sets $python to the interpreter to use for $1
     # 2. The environment of this folder, made or completed now.
     for candidate in python3 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
-            make_environment "$candidate" "$1" || return
+            "$candidate" "$root/scripts/lockstep" environment --make "$1" || return
             python=$place/bin/python
             return
         fi

@@ -109,8 +109,8 @@ def test_setup_without_network(copy):
         port = free.getsockname()[1]
     nobody = {"INDEX_URL": f"http://127.0.0.1:{port}", "FIND_LINKS": "", "RETRIES": 1}
     code, stdout, stderr = finish(start_setup(copy, "03", **nobody))
-    assert (code, stdout) == (1, "") and len(stderr.splitlines()) == 3
-    assert "index can't be reached. Look at the network" in stderr
+    assert (code, stdout) == (1, "") and "No matching distribution found for scikit-learn" in stderr
+    assert re.fullmatch("setup failed: pip .* Look at the network .*", stderr.splitlines()[-1])
     assert finish(start_setup(copy, "01"))[::2] == (0, "")  # what was there still is
 
 
@@ -121,10 +121,10 @@ def test_setup_that_is_ended_leaves_no_pip(tmp_path):
         address = f"http://127.0.0.1:{index.getsockname()[1]}"
         ended = start_setup(tmp_path / "new", INDEX_URL=address)
         with index.accept()[0]:
-            ended.terminate()  # the shell alone
+            os.killpg(ended.pid, signal.SIGINT)  # as Ctrl-C does
             code, _, stderr = finish(ended)
-            assert processes_in(tmp_path) == [] and not (tmp_path / "new" / ".venv").exists()
-    assert code == 143 and len(stderr.splitlines()) == 3
+            assert processes_in(tmp_path) == []
+    assert code == 130
     assert stderr.splitlines()[-1] == "setup was interrupted: run the same command again"
 
 
@@ -136,7 +136,7 @@ def test_who_has_its_packages_waits_for_nobody_and_others_take_turns(copy):
         with index.accept()[0]:
             for process in processes_in(copy / "scripts"):
                 process.send_signal(signal.SIGKILL)  # pip goes on, and still has the lock
-            killed.communicate()
+            killed.wait()
             assert finish(start_setup(copy, "01"))[::2] == (0, "")
             runs = [start_setup(copy, **EMPTY) for _ in range(2)]
             for process in runs:
@@ -152,88 +152,30 @@ def test_who_has_its_packages_waits_for_nobody_and_others_take_turns(copy):
 
 def test_a_package_that_pip_has_not_finished_is_installed_again(copy):
     (packages,) = (copy / ".venv").glob("lib/python*/site-packages")
-    (copy / ".venv.state").write_text("installing")
     (packages / "numpy-1.0.dist-info" / "INSTALLER").unlink()
+    shutil.rmtree(*packages.glob("pip-*.dist-info"))  # and pip itself was cut off
+    shutil.rmtree(packages / "pip")
     assert finish(start_setup(copy, "01", **EMPTY))[2] == INSTALLING.format("numpy", copy)
     assert (packages / "numpy-1.0.dist-info" / "INSTALLER").exists()
-    assert (copy / ".venv.state").read_text() == "complete"
 
 
 # --- The rules of environment.py ---
 
 
-@pytest.fixture
-def folder(monkeypatch, tmp_path):
-    """Let environment.py work in tmp_path, on a disk with 16 GB free."""
+@pytest.mark.parametrize(
+    "what, address, needed",
+    [("03", "", "11"), ("03", "https://some.where/whl/cpu", "1.6"), ("all", "", "17")],
+)
+def test_setup_looks_for_room_on_the_disk_first(monkeypatch, tmp_path, what, address, needed):
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment.sys, "platform", "linux")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=16.5e9))
-    return tmp_path
-
-
-@pytest.mark.parametrize("made_before", [False, True])
-@pytest.mark.parametrize(
-    "command, why",
-    [
-        ("echo boom; exit 1", "boom\n(ensure)?pip ended with the error above"),
-        ("[ $3 = ensurepip ] || { echo '[Errno 28] No space left'; exit 1; }", "the disk is full"),
-    ],
-)
-def test_setup_explains_what_failed(monkeypatch, folder, capsys, command, why, made_before):
-    def create(place, **options):  # with a false Python
-        (place / "bin").mkdir(parents=True)
-        (place / "bin" / "python").write_text(f"#!/bin/sh\n{command}\n")
-        (place / "bin" / "python").chmod(0o755)
-
-    monkeypatch.setattr(environment.venv, "create", create)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    if made_before:  # for an earlier version of the course
-        create(folder / ".venv")
-    monkeypatch.setattr(environment.Wanted, "is_there", lambda wanted: False)
-    with pytest.raises(environment.SetupFailed, match=f"^{why}"):
-        environment.make(environment.Wanted("all"))
-    assert (folder / ".venv").exists() == made_before
-    assert re.search("\r\033\\[K.*(boom|left)\r\033\\[K$", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    "what, address, needed",
-    [("03", "", "11"), ("03", "https://some.where/whl/cpu", "1.7"), ("all", "", "16")],
-)
-def test_setup_looks_for_room_on_the_disk_first(monkeypatch, folder, what, address, needed):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.4e9))
     monkeypatch.setattr(environment.venv, "create", None)
     monkeypatch.setenv("PIP_INDEX_URL", "")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", address)
-    with pytest.raises(environment.SetupFailed, match=rf"needs {needed} GB .* 1\.4 GB are free"):
+    with pytest.raises(SystemExit, match=rf"needs {needed} GB .* 1\.4 GB are free"):
         environment.make(environment.Wanted(what))
-
-
-def put_package(folder, name, files):
-    """Put the files of a package into the .venv of a folder."""
-    info = folder / ".venv/lib/python3.11/site-packages" / name
-    info.mkdir(parents=True)
-    for file in files:
-        (info / file).write_text("Metadata-Version: 2.1\nName: tqdm\nVersion: 4.70.1+cpu\n")
-
-
-def test_what_is_half_does_not_count_and_what_is_being_replaced_stops_all(monkeypatch, folder):
-    wanted = environment.Wanted("03")
-    wanted.pins = [pin for pin in wanted.pins if pin.startswith("tqdm==")]
-    packages = folder / ".venv/lib/python3.11/site-packages"
-    monkeypatch.setattr(sys, "path", [str(packages)])
-    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
-    put_package(folder, "tqdm-4.70.1.dist-info", ["METADATA"])
-    assert not wanted.is_here()
-    (packages / "tqdm-4.70.1.dist-info" / "INSTALLER").touch()
-    assert wanted.is_here()
-    put_package(folder, "~umpy", [])
-    assert wanted.is_here()  # somebody's own: no installation of ours was cut off
-    wanted.state.write_text("installing")
-    assert not wanted.is_here()
-    monkeypatch.setattr(sys, "prefix", "/usr")
-    assert wanted.is_here()  # another environment
 
 
 def test_every_package_of_the_table_is_pinned():
@@ -298,6 +240,19 @@ def test_a_notebook_without_its_framework_says_what_to_run(tmp_path):
         ours = f"needs {name}: bash scripts/setup.sh {number}; "
         assert re.search(ours + "|needs .* -m pip install " + name, said)
     assert "Traceback" in other and "No module named 'no_such_thing'" in other
+
+
+def test_a_limit_of_a_job_is_seen_and_files_that_were_read_do_not_count(monkeypatch):
+    """The limit may stand in a control group above that of the job."""
+    files = {
+        "/proc/meminfo": "MemAvailable: 64000000 kB",
+        "/proc/self/cgroup": "0::/slurm/job_7/step_0",
+        "/sys/fs/cgroup/slurm/job_7/memory.max": "4000000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.current": "3900000000",
+        "/sys/fs/cgroup/slurm/job_7/memory.stat": "anon 7\ninactive_file 1000000000",
+    }
+    monkeypatch.setattr(needs, "read", lambda path: files.get(str(path), ""))
+    assert needs.free_memory() == 1.1e9
 
 
 def test_ranks_that_do_not_fit_into_the_memory_are_refused(monkeypatch):

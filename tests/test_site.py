@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import lesson_11_how_fast as how_fast
 import pytest
-from conftest import ROOT, start_program
+from conftest import ROOT
 
 sys.path.append(str(ROOT / "docs" / "build"))
 import translations
@@ -44,7 +43,7 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a site")
     command = [*SITE, "--translated", "--output", folder]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert {path.name for path in folder.iterdir()} == {".lock", "gettext", "html"}, run.stderr
+    assert {path.name for path in folder.iterdir()} == {"gettext", "html"}, run.stderr
     return run, folder / "html"
 
 
@@ -185,15 +184,6 @@ def test_a_folder_of_somebody_else_stays(tmp_path):
     assert re.fullmatch(r"site.sh: error: argument --output: .* is there.*\n", run.stderr)
     assert run.returncode == 2
     assert [path.name for path in tmp_path.rglob("*")] == ["html", "mine"]
-
-
-def test_nothing_stays_after_an_interrupt(tmp_path):
-    run = start_program(*SITE, "--output", tmp_path)
-    while run.poll() is None and not list(tmp_path.glob("*/read_html_en")):
-        time.sleep(0.02)
-    run.send_signal(signal.SIGTERM)
-    assert run.communicate(timeout=60) == ("", "interrupted: nothing was changed\n")
-    assert run.returncode == 143 and list(tmp_path.iterdir()) == []
 
 
 # --- In a browser ---

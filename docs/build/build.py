@@ -17,19 +17,17 @@ solution, folded; for each file of code that a page links to, a page of its own.
 
 import argparse
 import ast
-import fcntl
-import gc
 import json
-import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import webbrowser
 from pathlib import Path
 
+import sphinx.locale
 from events import write_player_data
+from sphinx.cmd.build import main as run_sphinx
 from translations import look_at_translations, merge_translations
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -40,7 +38,6 @@ BEHIND = ["CLAIMS", "docs/house", "CONTRIBUTING"]  # the last part of the menu
 LANGUAGES = ["en", *sorted(path.name for path in LOCALE.iterdir() if path.is_dir())]
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".slurm": "bash"}
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # --- The pages, as they are in the repository ---
@@ -50,13 +47,13 @@ def lay_out(source):
     """Write all pages into the folder `source`."""
     lessons = read_lessons()
     for path in [*(ROOT / name for name in PAGES), *DOCS.glob("*.md")]:
-        write(source, path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+        name = path.relative_to(ROOT)
+        text = link_to_pages(source, name, path.read_text(encoding="utf-8"))
+        if path.name == "README.md":
+            name, text = "index.md", text + tables_of_contents(lessons)
+        write(source / name, text)
     for path in sorted((ROOT / "notebooks").glob("lesson_*.ipynb")):
         lay_out_notebook(source, path, lessons)
-    readme = source / "README.md"
-    text = readme.read_text(encoding="utf-8") + tables_of_contents(lessons)
-    readme.unlink()
-    (source / "index.md").write_text(text, encoding="utf-8")
     for folder in ("_static", "_templates"):
         shutil.copytree(DOCS / folder, source / "docs" / folder)
     for image in DOCS.glob("*.png"):
@@ -66,11 +63,10 @@ def lay_out(source):
     shutil.copy(DOCS / "conf.py", source)
 
 
-def write(source, name, text):
-    """Write a page; make a page for each file of code that it links to."""
-    path = source / name
+def write(path, text):
+    """Write a file, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(link_to_pages(source, name, text), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def link_to_pages(source, page, text):
@@ -96,17 +92,10 @@ def link_to_pages(source, page, text):
 def make_code_page(source, file):
     """Write a page that shows a file of code."""
     name = file.relative_to(ROOT)
-    page = source / f"{name}.md"
-    if page.exists():
-        return
-    page.parent.mkdir(parents=True, exist_ok=True)
-    code = file.read_text(encoding="utf-8")
-    fence = "`" * 7
+    code, fence = file.read_text(encoding="utf-8"), "`" * 7
     lexer = "json" if file.suffix == ".ipynb" else LEXERS.get(file.suffix, "text")
-    page.write_text(
-        f"---\norphan: true\n---\n# `{name}`\n\n{fence}{{code-block}} {lexer}\n{code}\n{fence}\n",
-        encoding="utf-8",
-    )
+    title = f"---\norphan: true\n---\n# `{name}`\n\n"
+    write(source / f"{name}.md", f"{title}{fence}{{code-block}} {lexer}\n{code}\n{fence}\n")
 
 
 # --- What is added ---
@@ -139,19 +128,14 @@ def tables_of_contents(lessons):
     pages = {f"docs/{path.stem}": path.read_text("utf-8") for path in sorted(DOCS.glob("*.md"))}
     plays = [name for name, text in pages.items() if "<script" in text]
     others = [name for name in pages if name not in [*plays, *BEHIND]]
-    menus["Running it"] = sorted(others, key=lambda name: first_link(readme, name))
+    named = [name for name in re.findall(r"\((docs/\w+)\.md", readme) if name in others]
+    menus["Running it"] = list(dict.fromkeys(named + others))
     menus["To play with"] = plays
     menus["Behind the course"] = BEHIND
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(names) + "\n```\n"
         for title, names in menus.items()
     )
-
-
-def first_link(text, name):
-    """Return where a text first links to a page; its end if it does not."""
-    place = text.find(f"({name}.md)")
-    return place if place >= 0 else len(text)
 
 
 def lay_out_notebook(source, path, lessons):
@@ -169,24 +153,15 @@ def lay_out_notebook(source, path, lessons):
             cells += [folded(number, task[1])] if task else []
         elif len(cells) == 1:
             title, _, rest = text.partition("\n")
-            how = how_to_run(path, number, minutes=lessons[path.stem][1])
-            cell["source"] = f"{title}\n\n{how}\n{rest}"
+            how = f"{lessons[path.stem][1]} minutes. Run it: `bash scripts/lesson_{number}.sh`."
+            how += f" Look at it: [the script](../lessons/{path.stem}.py)."
+            cell["source"] = f"{title}\n\n*{how}*\n\n{rest}"
     for cell in cells:
         if cell["cell_type"] == "markdown":
             page = Path("notebooks", path.name)
             cell["source"] = link_to_pages(source, page, "".join(cell["source"]))
     notebook["cells"] = cells
-    target = source / "notebooks" / path.name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
-
-
-def how_to_run(path, number, minutes):
-    """Return the paragraph below a lesson's title."""
-    script = f"[the script](../lessons/{path.stem}.py)"
-    return (
-        f"*{minutes} minutes. Run it: `bash scripts/lesson_{number}.sh`. Look at it: {script}.*\n"
-    )
+    write(source / "notebooks" / path.name, json.dumps(notebook, ensure_ascii=False))
 
 
 def folded(number, task):
@@ -202,22 +177,10 @@ def folded(number, task):
 
 def read_solution(text, task):
     """Return the hint and the solution's code, from the text of a file of solutions."""
-    tree = ast.parse(text)
-    assigned, named = {}, {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            assigned[node.targets[0].id] = node.value
-            named[node.targets[0].id] = node
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            named[node.name] = node
-    hint = ast.literal_eval(assigned["HINTS"])[task]
-    tasks = [key.value for key in assigned["TASKS"].keys]
-    check_and_answer = assigned["TASKS"].values[tasks.index(task)]
-    answer = named[check_and_answer.elts[1].id]
-    first, lines = answer.lineno - 1, text.splitlines()
-    if lines[first - 1].startswith("#"):  # a remark on the answer
-        first -= 1
-    return hint, "\n".join(lines[first : answer.end_lineno])
+    hints = ast.literal_eval(text.partition("\nHINTS = ")[2])
+    answer = re.search(rf'"{task}": \(\w+, (\w+)\)', text)[1]
+    remark, begin = r"(?ms)^(#[^\n]*\n)?", rf"((def|class) {answer}\b|{answer} = )"
+    return hints[task], re.search(remark + begin + r".*?(?=\n\n+\S)", text)[0]
 
 
 # --- Sphinx ---
@@ -225,10 +188,6 @@ def read_solution(text, task):
 
 def call_sphinx(builder, source, target, language="en"):
     """Run Sphinx. Raises SystemExit if it has anything to say against a page."""
-    # Not before: it takes a while, in which one may press Ctrl-C.
-    import sphinx.locale
-    from sphinx.cmd.build import main as run_sphinx
-
     sphinx.locale.translators.clear()  # of the language before, which would be a fallback
     read = source.parent / f"read_{builder}_{language}"
     flags = ["-q", "-W", "--keep-going", "-b", builder, "-D", f"language={language}"]
@@ -237,28 +196,13 @@ def call_sphinx(builder, source, target, language="en"):
 
 
 def write_site(source, html):
-    """Build the site in all languages, one in this process after the other.
-
-    So what Sphinx imports is imported once, which takes half the time of a process for each.
-    """
+    """Build the site in all languages, one after the other."""
     for language in LANGUAGES:
         call_sphinx("html", source, html if language == "en" else html / language, language)
     shutil.rmtree(html / "jupyter_execute", ignore_errors=True)  # pictures, to which no page leads
 
 
 # --- The command ---
-
-
-def put_in_place(new, place):
-    """Move the folder `new` to `place`, and remove what was there. Two runs at once take turns."""
-    with (
-        open(place.parent / ".lock", "w") as lock,
-        tempfile.TemporaryDirectory(dir=place.parent) as old,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.exists():
-            place.rename(Path(old, "old"))
-        new.rename(place)
 
 
 def read_flags():
@@ -272,24 +216,18 @@ def read_flags():
     where = {"type": Path, "default": DOCS / "_build", "metavar": "FOLDER"}
     parser.add_argument("--output", **where, help="write FOLDER/html, or FOLDER/gettext, or both")
     flags = parser.parse_args()
-    place = flags.output = flags.output.resolve()
+    flags.output = flags.output.resolve()
     for folder, ours in (("html", "searchindex.js"), ("gettext", "index.pot")):
-        if (place / folder).exists() and not (place / folder / ours).exists():
-            parser.error(f"argument --output: {place / folder} is there, and is not of this course")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        parser.error(f"argument --output: can't write in {place}: {error.strerror}")
+        place = flags.output / folder
+        if place.exists() and not (place / ours).exists():
+            parser.error(f"argument --output: {place} is there, and is not of this course")
     return flags
 
 
 def build(flags):
     """Build what is asked for in a temporary folder, then put it in its place."""
+    flags.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=flags.output) as folder:
-        tempfile.tempdir = folder  # so that Sphinx leaves nothing elsewhere
-        for number in SIGNALS:
-            signal.signal(number, interrupt)
         source, html, templates = (Path(folder, name) for name in ("source", "html", "gettext"))
         source.mkdir()
         lay_out(source)
@@ -297,28 +235,15 @@ def build(flags):
             write_site(source, html)
         if flags.gettext or flags.translated:
             call_sphinx("gettext", source, templates)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # what is left to do is done in an instant
         for new in (html, templates):
             if new.exists():
-                put_in_place(new, flags.output / new.name)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def interrupt(number, frame):
-    """Handle a signal: leave at once, and nothing behind. (Sphinx would catch a SystemExit.)"""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
-    print("interrupted: nothing was changed", file=sys.stderr, flush=True)
-    os._exit(128 + number)
+                shutil.rmtree(flags.output / new.name, ignore_errors=True)
+                new.rename(flags.output / new.name)
 
 
 def main():
     """Build what is asked for; return the exit code."""
     flags = read_flags()
-    gc.disable()  # a build keeps most of what it makes: to look for garbage takes a sixth of it
     build(flags)
     templates = flags.output / "gettext"
     if flags.gettext:

@@ -19,11 +19,6 @@ def read_catalog(path):
         return read_po(file)
 
 
-def folders(locale):
-    """Return {language: folder with its translations}."""
-    return {path.parent.name: path for path in sorted(locale.glob("*/LC_MESSAGES"))}
-
-
 def untranslated(template, translation):
     """Return (what has no translation, what is translated but no longer in the page)."""
     wanted = {message.id for message in template if message.id}
@@ -35,15 +30,15 @@ def look_at_translations(templates, locale):
     """Print what is untranslated or out of date; return whether all begun pages are complete."""
     complete = True
     pages = [path for path in sorted(templates.rglob("*.pot")) if "." not in path.stem]  # no code
-    for language, folder in folders(locale).items():
+    for folder in sorted(locale.glob("*/LC_MESSAGES")):
         for template in pages:
             name = template.relative_to(templates).with_suffix("")
-            path = folder / name.with_suffix(".po")
+            path, begin = folder / name.with_suffix(".po"), f"{folder.parent.name}  {name}"
             if not path.exists():
-                print(f"{language}  {name}: not begun")
+                print(f"{begin}: not begun")
                 continue
             missing, outdated = untranslated(read_catalog(template), read_catalog(path))
-            print(f"{language}  {name}: {len(missing)} missing, {len(outdated)} out of date")
+            print(f"{begin}: {len(missing)} missing, {len(outdated)} out of date")
             for text in missing:
                 print(f"    missing: {text[:70]}")
             complete = complete and not missing and not outdated
@@ -52,11 +47,11 @@ def look_at_translations(templates, locale):
 
 def merge_translations(templates, locale):
     """Bring the translations up to date: what is new in them is still empty."""
-    for folder in folders(locale).values():
-        for path in sorted(folder.rglob("*.po")):
-            template = templates / path.relative_to(folder).with_suffix(".pot")
-            translation = read_catalog(path)
-            translation.update(read_catalog(template), no_fuzzy_matching=True)
-            written = io.BytesIO()
-            write_po(written, translation, width=100, ignore_obsolete=True)
-            path.write_bytes(HEADER.sub(b"", written.getvalue()))
+    for path in sorted(locale.glob("*/LC_MESSAGES/**/*.po")):
+        language = path.relative_to(locale).parts[:2]
+        template = templates / path.relative_to(locale.joinpath(*language)).with_suffix(".pot")
+        translation = read_catalog(path)
+        translation.update(read_catalog(template), no_fuzzy_matching=True)
+        written = io.BytesIO()
+        write_po(written, translation, width=100, ignore_obsolete=True)
+        path.write_bytes(HEADER.sub(b"", written.getvalue()))

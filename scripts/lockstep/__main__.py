@@ -23,7 +23,7 @@ COMMANDS = {
     "lesson": "lockstep.run",
     "inside": "lockstep.inside",
     "machine": "lockstep.machine",
-    "doctor": "lockstep.doctor.report",
+    "doctor": "lockstep.doctor.command",
     "ssh": "lockstep.ssh",
     "two-machines": "lockstep.two_machines",
     "on-two-machines": "lockstep.two_machines.run",

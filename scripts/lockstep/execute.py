@@ -18,21 +18,13 @@ from nbclient.exceptions import CellExecutionError
 from lockstep.flags import Flags
 from lockstep.lessons import ROOT
 
-NOTEBOOKS = ROOT / "notebooks"
-
 
 def execute(path):
     """Execute one notebook on this interpreter; write it back only if every cell succeeds."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(path.parent)}},
-        record_timing=False,
-        coalesce_streams=True,
-    )
-    client.execute()
+    options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+    place = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, kernel_name="python3", resources=place, **options).execute()
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -49,7 +41,6 @@ def save_readme_picture(notebook):
         if "readme-picture" in cell.metadata.get("tags", []):
             figures = [output.data for output in cell.outputs if "data" in output]
             picture = next(data["image/png"] for data in figures if "image/png" in data)
-            (ROOT / "docs").mkdir(exist_ok=True)
             (ROOT / "docs" / "overlap.png").write_bytes(base64.b64decode(picture))
 
 
@@ -57,7 +48,7 @@ def main(arguments):
     """Execute the notebooks that are named, or all of them; return the exit code."""
     parser = Flags("notebooks.sh --execute", description=__doc__)
     parser.add_argument("notebook", nargs="*", type=Path)
-    paths = parser.parse_args(arguments).notebook or sorted(NOTEBOOKS.glob("lesson_*.ipynb"))
+    paths = parser.parse_args(arguments).notebook or sorted(ROOT.glob("notebooks/lesson_*.ipynb"))
     for path in paths:
         if not path.is_file():
             parser.error(f"no such notebook: {path}")

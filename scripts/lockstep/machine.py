@@ -8,19 +8,8 @@ training script of yours that torchrun could start. --nodes names all machines, 
 everywhere; --node-rank says which of them this one is; --port is free on the first. --nproc: ranks
 on this machine, 2 by default. --wait: seconds for the others to come, 120 by default. What follows
 "--" is handed to WHAT as it is. The files in cluster/ (for Slurm, Kubernetes, ssh) call it once on
-each machine, with the same values but for --node-rank. It does what this does, by hand:
-
-    torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST --master-port=PORT \\
-        lessons/lesson_02_launch_ddp.py
-
-and four things more. It waits until the names of all machines are known, and for the machines
-themselves, and names one that does not come. It lets gloo use the interface that leads to the other
-machines, because a host's own name is often 127.0.1.1 (GLOO_SOCKET_IFNAME, if you have set it,
-counts). The store listens at that interface only. And an error costs one line.
-
-Each machine needs this repository and a Python with what WHAT needs. Lessons 05 and 06 write files:
-TMPDIR, or their own flag for a folder, must name one that all machines share. Else 06 fails, and 05
-leaves event files on the other machines. There is no password: a machine trusts all that reach it.
+each machine. docs/several_machines.md says what it does that torchrun does not, what the machines
+need, and where lessons 05 and 06 write. There is no password: a machine trusts all that reach it.
 """
 
 import os
@@ -32,10 +21,10 @@ import time
 from pathlib import Path
 
 from lockstep import lessons, needs, network, run
-from lockstep.doctor import report
+from lockstep.doctor import command
 from lockstep.flags import Flags, split_at_dashes, whole
 
-HOSTS = r"[\w:][\w.:%-]*(,[\w:][\w.:%-]*)*"
+HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
 
 
 def main(arguments):
@@ -47,14 +36,14 @@ def main(arguments):
     own, flags = read_flags(parser, arguments)
     script = find_script(parser, own.what)
     if own.what == "doctor":
-        report.check(flags)
+        command.check(flags)
         flags = ["doctor", *flags]
     lesson = lessons.of_script(script)
     if lesson and (problem := needs.missing_packages(lesson)):
         print(f"{script.name}: error: {problem}", file=sys.stderr)
         return 2
     here, first = find_way(own)
-    environment = without_another_job()
+    environment = {name: os.environ[name] for name in os.environ if name not in run.OF_A_JOB}
     interface = network.interface_of(here)
     if interface:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -67,15 +56,10 @@ def main(arguments):
     return run.start(lessons.TORCHRUN, script, [*ours, "--", *flags], environment)
 
 
-def without_another_job():
-    """Return our environment, without what another job's launcher has exported in it."""
-    return {name: value for name, value in os.environ.items() if name not in run.OF_A_JOB}
-
-
 def make_parser():
     """Return the parser of our own flags."""
     parser = Flags("machine", add_help=False)
-    parser.add_argument("--nodes", type=hosts, required=True)
+    parser.add_argument("--nodes", required=True)
     parser.add_argument("--node-rank", type=whole(0, 9999), required=True)
     parser.add_argument("--port", type=whole(1, 65535), required=True)
     parser.add_argument("--nproc", type=whole(1, 64), default=2)
@@ -86,22 +70,15 @@ def make_parser():
     return parser
 
 
-def hosts(text):
-    """Return the hosts of a list; none begins with "-", which another program takes for a flag."""
-    if not re.fullmatch(HOSTS, text):
-        raise ValueError
-    return text.split(",")
-
-
-hosts.__name__ = "list of host names or addresses, with commas between them"  # argparse says it
-
-
 def read_flags(parser, arguments):
     """Return (our own flags, those of WHAT)."""
     what, *rest = arguments
     ours, theirs = split_at_dashes(rest)
     own, flags = parser.parse_known_args(ours)
     own.what = what
+    if not re.fullmatch(HOSTS, own.nodes):
+        parser.error("argument --nodes: takes host names or addresses, with commas between them")
+    own.nodes = own.nodes.split(",")
     if own.node_rank >= len(own.nodes):
         parser.error(f"argument --node-rank: must be from 0 to {len(own.nodes) - 1}")
     return own, flags + theirs
@@ -122,6 +99,12 @@ def find_script(parser, what):
         can = [each.number for each in lessons.TABLE if each.start in lessons.ON_SEVERAL_MACHINES]
         parser.error(f"lesson {lesson.number} {why}; take {', '.join(can)}, doctor, or a script")
     return lesson.script
+
+
+def whole_path(parser, what):
+    """Return `what`, and of a script its whole path; leave if there is no such thing."""
+    script = find_script(parser, what)
+    return str(script) if Path(what).is_file() else what
 
 
 def find_way(own):

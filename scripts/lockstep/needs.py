@@ -1,6 +1,5 @@
 """What a lesson needs before it is started: its packages, and memory for its ranks."""
 
-import argparse
 import importlib.util
 import os
 import re
@@ -43,25 +42,35 @@ def missing_packages(lesson):
 
 def asked_ranks(flags):
     """Return the number behind --nproc, or 0: whether it may be, the lesson says."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc", default="0")
+    asked = re.findall(r"--nproc[= ]([0-9]{1,2})(?= |$)", " ".join(flags))
+    return int(asked[-1]) if asked else 0
+
+
+def read(path):
+    """Return the text of a file, or "" if it can't be read."""
     try:
-        asked = parser.parse_known_args(flags)[0].nproc
-    except argparse.ArgumentError:
-        return 0
-    return int(asked) if re.fullmatch("[0-9]{1,2}", asked) else 0
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def free_memory():
-    """Return the memory of the machine that is free, in bytes; where only Linux says it, all.
+    """Return the memory that new processes can have, in bytes: what the machine and our job have.
 
-    A limit of a container or a job is not looked at: the doctor does.
+    Slurm and Kubernetes put a job into a control group, and the limits of those above it count as
+    well. A group also counts the files that it has read lately; they go when memory is needed.
     """
-    meminfo = Path("/proc/meminfo")
-    available = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
-    if available:
-        return int(available[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if available := re.search(r"MemAvailable: *(\d+) kB", read("/proc/meminfo")):
+        free = int(available[1]) * 1024
+    own = Path(read("/proc/self/cgroup").rpartition("::/")[2]).parts
+    for depth in range(len(own) + 1):
+        group = Path("/sys/fs/cgroup", *own[:depth])
+        limit, used = read(group / "memory.max"), read(group / "memory.current")
+        cache = re.search(r"(?m)^inactive_file (\d+)", read(group / "memory.stat"))
+        if limit.isdigit() and used.isdigit():
+            free = min(free, max(0, int(limit) - int(used) + int(cache[1] if cache else 0)))
+    return free
 
 
 def too_little_memory(ranks):

@@ -1,12 +1,12 @@
 """What this machine's network looks like, seen with the standard library alone."""
 
+import contextlib
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
 import sys
-import threading
 
 SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # "the address of an interface"
 
@@ -40,24 +40,13 @@ def outward():
     return [name for name, address in interfaces().items() if address and not is_loopback(address)]
 
 
-def addresses_of(name, seconds=10):
-    """Return the addresses that `name` resolves to, or [], after at most so many seconds.
-
-    A resolver that gets no answer can keep a program for longer than that.
-    """
-    found = []
-
-    def look_up():
-        try:
-            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError:
-            return
-        found.extend(answer[4][0] for answer in answers)
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return list(dict.fromkeys(found))
+def addresses_of(name):
+    """Return the addresses that `name` resolves to, or []."""
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(answer[4][0] for answer in answers))
 
 
 def address_towards(address):
@@ -89,11 +78,9 @@ def gloo_address():
             raise OSError(f"GLOO_SOCKET_IFNAME={chosen}: no such interface, or it has no address")
         return address
     for address in addresses_of(socket.gethostname()):
-        try:
+        with contextlib.suppress(OSError):
             listen_at(address).close()
             return address
-        except OSError:
-            continue
     return "127.0.0.1"
 
 

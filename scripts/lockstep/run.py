@@ -36,7 +36,8 @@ def main(arguments):
     if problem := needs.problem(lesson, flags):
         print(problem, file=sys.stderr)
         return 2
-    environment = as_it_is() if lesson.number == "04" else on_this_machine_alone()
+    # Lesson 04 is about these variables, and sees them all.
+    environment = loopback() | os.environ if lesson.number == "04" else on_this_machine_alone()
     return start(lesson.start, lesson.script, flags, environment)
 
 
@@ -53,11 +54,6 @@ def on_this_machine_alone():
     hidden = [*OF_A_JOB, "GLOO_SOCKET_IFNAME"]
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return loopback() | kept
-
-
-def as_it_is():
-    """Return the environment of lesson 04, which is about these variables: it sees them all."""
-    return loopback() | os.environ
 
 
 def loopback():
@@ -87,25 +83,20 @@ def start(how, script, flags, environment):
 
 def watch(command, environment):
     """Run `command`; return its exit code. If we are asked to end, it ends first."""
-    asked, running = [], []
+    environment = environment | {"LOCKSTEP_PARENT": str(os.getpid())}
+    options = {"process_group": 0, "stdin": subprocess.DEVNULL, "env": environment}
+    process, asked = subprocess.Popen(command, **options), []
 
     def ask(signal_number, frame):
         asked.append(signal_number)
         if len(asked) == 1:  # a second one would disturb it while it cleans up
-            for process in running:
-                process.terminate()
+            process.terminate()
             signal.alarm(PATIENCE)
 
     for signal_number in ending.WORDS:
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(signal_number, ask)
-    environment = environment | {"LOCKSTEP_PARENT": str(os.getpid())}
-    options = {"process_group": 0, "stdin": subprocess.DEVNULL, "env": environment}
-    process = subprocess.Popen(command, **options)
     signal.signal(signal.SIGALRM, lambda *_: process.kill())
-    running.append(process)
-    if asked:  # before there was anybody to be asked
-        process.terminate()
     code = process.wait()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # whatever the program has left

@@ -3,24 +3,23 @@
 bash scripts/cluster/ssh.sh HOST,HOST WHAT [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
 
 WHAT is a lesson's number, "doctor", or a training script of yours. What follows "--" is handed to
-it as it is. The first lines of cluster/ssh.sh say what the machines need.
+it as it is. docs/several_machines.md says what the machines need.
 """
 
+import random
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from lockstep import ending, machine
 from lockstep.flags import Flags
 from lockstep.lessons import ROOT
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-FREE_PORT = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
-HOSTS = r"[\w:][\w.:@%-]*(,[\w:][\w.:@%-]*)*"  # none begins with "-": ssh would take it as a flag
+PORTS = range(20000, 32000)  # below those that systems give to whoever asks for any
 PATIENCE = 15  # seconds for the other machines to say why they fail, and to clean up
 
 
@@ -29,16 +28,6 @@ def remote(command):
     command = " ".join(shlex.quote(part) for part in command)
     command = f'cd {shlex.quote(str(ROOT))} && exec "$(bash scripts/lockstep/python.sh)" {command}'
     return f"exec bash -c {shlex.quote(command)}"  # whatever the login shell there is
-
-
-def find_port(host):
-    """Return a port that is free on the first machine; leave with one line if ssh fails."""
-    command = [*SSH, host, remote(["-c", FREE_PORT])]
-    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if run.returncode != 0 or not run.stdout.strip().isdigit():
-        why = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        sys.exit(f"ssh {host} failed: {why}; try: ssh {host} ls {ROOT}")
-    return run.stdout.strip()
 
 
 def start(hosts, port, what, flags):
@@ -81,17 +70,15 @@ def main(arguments):
         print(__doc__)
         return 0
     parser = Flags("ssh.sh")
-    if len(arguments) < 2 or not re.fullmatch(HOSTS, arguments[0]):
+    if len(arguments) < 2 or not re.fullmatch(machine.HOSTS, arguments[0]):
         parser.error("expected HOST,HOST and a lesson, doctor, or a script")
     hosts, (what, *flags) = arguments[0].split(","), arguments[1:]
-    script = machine.find_script(parser, what)
-    if Path(what).is_file():
-        what = str(script)  # the machines start in the folder of the repository
+    what = machine.whole_path(parser, what)
     for number in ending.WORDS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     processes = []
     try:
-        processes += start(hosts, find_port(hosts[0]), what, flags)
+        processes += start(hosts, random.choice(PORTS), what, flags)
         return wait(processes)
     except SystemExit as stop:
         if isinstance(stop.code, int):

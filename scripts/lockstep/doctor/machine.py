@@ -2,16 +2,14 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
-from lockstep import environment, lessons, needs, network
-from lockstep.doctor.row import Row
+from lockstep import lessons, needs, network
+from lockstep.doctor.report import Row
 
 ASK_TORCH = """
 import json, torch, torch.distributed as dist
@@ -25,19 +23,13 @@ print(json.dumps([torch.__version__, there, gpus, torch.version.cuda]))
 
 
 def look_at_machine(nproc):
-    """Yield the rows of all that does not need several ranks."""
+    """Yield the rows of all that does not need several ranks, for so many of them."""
     for look in (look_at_python, look_at_versions, look_at_torch):
         yield from look_at(look)
-    yield from look_at_resources(nproc)
-    for look in (look_at_host_name, look_at_interfaces):
+    for look in (look_at_cores, look_at_memory):
+        yield from look_at(look, nproc)
+    for look in (look_at_shared_memory, look_at_host_name, look_at_interfaces):
         yield from look_at(look)
-
-
-def look_at_resources(nproc):
-    """Yield the rows of what so many ranks need."""
-    yield from look_at(look_at_cores, nproc)
-    yield from look_at(look_at_memory, nproc)
-    yield from look_at(look_at_shared_memory)
 
 
 def look_at(look, *arguments):
@@ -54,14 +46,6 @@ def look_at(look, *arguments):
 def first_line(error):
     """Return the first line of an error's message, at most 200 letters."""
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
-
-
-def read(path):
-    """Return the text of a file, or "" if it can't be read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 # --- What is installed ---
@@ -88,12 +72,8 @@ def look_at_versions():
     """Compare what is installed with requirements.txt.
 
     A package that is absent is no fault, but for torch and numpy: each launcher installs what its
-    lesson needs. With LOCKSTEP_PYTHON it does not.
+    lesson needs, or, with LOCKSTEP_PYTHON, says what it lacks.
     """
-    wanted = environment.Wanted("doctor")
-    if wanted.is_cut_off() and not wanted.is_here() and not os.environ.get("LOCKSTEP_PYTHON"):
-        cure = f"wait if it runs now; else {install(lessons.TORCH)} goes on with it"
-        return Row("versions", "not ok", "an installation into .venv was cut off", cure)
     wrong, absent = {}, []
     for name, pin in lessons.pins().items():
         try:
@@ -107,12 +87,9 @@ def look_at_versions():
     if wrong:
         return Row("versions", "not ok", "; ".join(wrong.values()), install(wrong))
     text = f"{len(lessons.pins()) - len(absent)} packages as in requirements.txt"
-    if not absent:
-        return Row("versions", "ok", text)
-    text += f"; not installed yet: {', '.join(absent)}"
-    if os.environ.get("LOCKSTEP_PYTHON"):
-        return Row("versions", "limited", text, "for what needs them: " + install(absent))
-    return Row("versions", "ok", text + "; a launcher installs what its lesson needs")
+    if absent:
+        text += f"; not installed: {', '.join(absent)}; a launcher says what its lesson needs"
+    return Row("versions", "ok", text)
 
 
 def look_at_torch():
@@ -120,23 +97,17 @@ def look_at_torch():
     command = [sys.executable, "-c", ASK_TORCH]
     run = subprocess.run(command, capture_output=True, timeout=120, text=True)
     if run.returncode != 0:
-        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-        return [Row("torch", "not ok", lines[-1][:200], mend_torch(lines[-1]))]
+        why = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1][:200]
+        cure = install(["torch"])
+        if "No module named 'torch'" not in why:
+            given = os.environ.get("LOCKSTEP_PYTHON")
+            cure = f"{cure} --force-reinstall" if given else f"remove .venv, then {cure}"
+        return [Row("torch", "not ok", why, cure)]
     version, backends, gpus, cuda = json.loads(run.stdout.splitlines()[-1])
     there = Row("backends", "ok", ", ".join(backends) or "none")
     if "gloo" not in backends:
-        cure = "install the torch of requirements.txt: " + install(["torch"])
-        there = there._replace(state="not ok", remedy=cure)
+        there = there._replace(state="not ok", remedy=install(["torch"]))
     return [Row("torch", "ok", version), there, look_at_gpus(gpus, cuda)]
-
-
-def mend_torch(error):
-    """Return what to do when `import torch` ends with this line."""
-    if "No module named 'torch'" in error:
-        return install(["torch"])
-    if os.environ.get("LOCKSTEP_PYTHON"):
-        return f"{install(['torch'])} --force-reinstall"
-    return "remove .venv and .venv.state, then " + install(["torch"])
 
 
 def look_at_gpus(gpus, cuda):
@@ -156,53 +127,25 @@ def look_at_gpus(gpus, cuda):
 # --- What it has for processes ---
 
 
-def control_groups():
-    """Return the folders of the control groups that we are in; the limits of each count."""
-    own = Path(read("/proc/self/cgroup").rpartition("::/")[2]).parts
-    return [Path("/sys/fs/cgroup", *own[:depth]) for depth in range(len(own) + 1)]
-
-
 def count_cores():
-    """Return how many cores this process may use: not more than its container or job has."""
-    cores = os.cpu_count() or 1
+    """Return how many cores this process may use; a job may have less than the machine."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    for group in control_groups():
-        quota, _, period = read(group / "cpu.max").partition(" ")
-        if quota.isdigit():
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def look_at_cores(nproc):
-    """Say whether each rank has a core, and whether somebody else computes."""
-    cores, load = count_cores(), os.getloadavg()[0]
-    text = f"{cores}, load {load:.1f}"
-    if nproc > cores:
-        cure = "times will be too long; in a Slurm job ask for more with --cpus-per-task"
-        return Row("cores", "limited", f"{text}, for {nproc} ranks", cure)
-    if load > cores + 1:
-        return Row("cores", "limited", text, "times will be too long; look with top who computes")
-    return Row("cores", "ok", text)
-
-
-def free_memory():
-    """Return the memory that new processes can have, in bytes: what the machine and our job have.
-
-    A control group also counts the files that it has read lately; they go when memory is needed.
-    """
-    free = needs.free_memory()
-    for group in control_groups():
-        limit, used = read(group / "memory.max"), read(group / "memory.current")
-        cache = re.search(r"(?m)^inactive_file (\d+)", read(group / "memory.stat"))
-        if limit.isdigit() and used.isdigit():
-            free = min(free, max(0, int(limit) - int(used) + int(cache[1] if cache else 0)))
-    return free
+    """Say whether each rank has a core."""
+    cores = count_cores()
+    if nproc <= cores:
+        return Row("cores", "ok", str(cores))
+    cure = "times will be too long; in a Slurm job ask for more with --cpus-per-task"
+    return Row("cores", "limited", f"{cores}, for {nproc} ranks", cure)
 
 
 def look_at_memory(nproc):
     """Say whether the ranks fit into the memory."""
-    free, needed = free_memory() / 1e9, nproc * needs.GB_PER_RANK
+    free, needed = needs.free_memory() / 1e9, nproc * needs.GB_PER_RANK
     text = f"{free:.1f} GB free, {nproc} ranks take about {needed:.1f}"
     if free < needed:
         return Row("memory", "not ok", text, "end what takes it, or take a smaller --nproc")
@@ -228,18 +171,12 @@ def look_at_shared_memory(folder="/dev/shm"):
 
 def look_at_host_name():
     """gloo gives its address to the other ranks, and torchrun looks it up."""
-    name, begin = socket.gethostname(), time.monotonic()
+    name = socket.gethostname()
     addresses = network.addresses_of(name)
-    seconds = time.monotonic() - begin
     here = f"{name} is {', '.join(addresses) or 'no address'}"
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen:
-        here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts"
-        return Row("host name", "ok", here)
-    if seconds > 1:
-        text = f"{here}, which took {seconds:.0f} s to find out"
-        return Row("host name", "limited", text, f"put {name} into /etc/hosts")
-    if addresses and not network.is_loopback(addresses[0]):
+    if chosen or (addresses and not network.is_loopback(addresses[0])):
+        here += f"; on several machines GLOO_SOCKET_IFNAME={chosen} counts" if chosen else ""
         return Row("host name", "ok", here)
     interface = (network.outward() or ["THE_ONE_THAT_LEADS_TO_THE_OTHERS"])[0]
     text = here + ", where other machines do not find it"
@@ -256,30 +193,3 @@ def look_at_interfaces():
             cure = "set it to one of these, or unset it"
             return Row("interfaces", "not ok", f"GLOO_SOCKET_IFNAME={name}; {text}", cure)
     return Row("interfaces", "ok", text)
-
-
-# --- Its ranks ---
-
-
-def look_at_ranks(nproc, timeout):
-    """Start ranks as the launcher of a lesson does; return the rows that rank 0 tells."""
-    from lockstep import run
-
-    package, flags = lessons.ROOT / "scripts" / "lockstep", ["doctor", "--json"]
-    command = [sys.executable, package, "inside", lessons.TORCHRUN, package, f"--nproc={nproc}"]
-    command = [*map(str, command), "--", *flags, f"--timeout={timeout}"]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    own = {**run.on_this_machine_alone(), "LOCKSTEP_PARENT": str(os.getpid())}
-    process = subprocess.Popen(command, env=own, start_new_session=True, text=True, **pipes)
-    seconds = 60 + 12 * timeout
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        output, errors = "", f"they did not end within {seconds} s"
-    finally:
-        process.terminate()
-        process.wait()
-    if output:
-        return [Row.from_dict(each) for each in json.loads(output.splitlines()[-1])["checks"]]
-    why = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
-    return [Row("ranks", "not ok", why, "look at memory and load above, then run it again")]

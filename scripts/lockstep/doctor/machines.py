@@ -1,15 +1,19 @@
 """What is each of several machines, and what differs between them?"""
 
-import hashlib
 import os
 import socket
 import sys
 
 import torch
 
-from lockstep import lessons
 from lockstep.doctor import machine
-from lockstep.doctor.row import Row
+from lockstep.doctor.report import Row
+
+MUST_BE_THE_SAME = {  # what, and the cure; ranks with a GPU each use nccl, and the others gloo
+    "Python": "take the same Python on all machines",
+    "torch": "take the same torch on all machines",
+    "GPUs": "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take a smaller --nproc",
+}
 
 
 def my_name():
@@ -21,73 +25,44 @@ def my_name():
     return socket.gethostname() + f"/{node}" * (not alone)
 
 
-def my_facts(world_size):
+def my_facts(on_several):
     """Return what the other ranks are to know of this one, and of its machine."""
-    code = hashlib.sha256()
-    for path in sorted((lessons.ROOT / "lessons").glob("*.py")):
-        code.update(path.read_bytes())
+    one_looks = on_several and os.environ.get("LOCAL_RANK", "0") == "0"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rows = machine.look_at_machine(ranks_here) if one_looks else ()
     built_for = torch.version.cuda and f"CUDA {torch.version.cuda}"
+    gpus = torch.cuda.device_count()
     return {
         "machine": my_name(),
         "Python": "{}.{}".format(*sys.version_info),
         "torch": f"{torch.__version__.split('+')[0]} for {built_for or 'CPUs'}",
-        "lessons": code.hexdigest()[:8],
-        "cores": machine.count_cores(),
-        "GPUs": torch.cuda.device_count(),
-        "troubles": troubles(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+        "GPUs": "one for each rank" if gpus >= ranks_here else "too few",
+        "has": f"ranks: {ranks_here}, cores: {machine.count_cores()}, GPUs: {gpus}",
+        "troubles": [row for row in rows if row.state != "ok"],
     }
-
-
-def troubles(ranks_here):
-    """Return the rows about this machine that are not ok; one of its ranks is enough to look."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return []
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    rows = [*machine.look_at(machine.look_at_python), *machine.look_at(machine.look_at_versions)]
-    rows += machine.look_at(machine.look_at_gpus, gpus, torch.version.cuda)
-    rows += machine.look_at_resources(ranks_here)
-    rows += machine.look_at(machine.look_at_interfaces)
-    return [row for row in rows if row.state != "ok"]
 
 
 def compare(everyone):
     """Return a row for each machine, for its troubles, and for what is not the same on all."""
     machines, rows = {}, []
     for one in everyone:
-        machines.setdefault(one["machine"], []).append(one)
-    for name, (one, *others) in machines.items():
-        text = f"ranks: {1 + len(others)}, cores: {one['cores']}, GPUs: {one['GPUs']}"
-        rows.append(Row(f"machine {name}", "ok", f"{text}; gloo at {one['address'][0]}"))
+        machines.setdefault(one["machine"], one)
+    for name, one in machines.items():
+        text = f"{one['has']}; gloo at {one['address'][0]}"
+        rows.append(Row(f"machine {name}", "ok", text))
         for row in (Row(*fields) for fields in one["troubles"]):
             rows.append(row._replace(check=f"{row.check} of {name}"))
-    different = []
-    for fact in ("Python", "torch", "lessons"):
-        values = {name: ranks[0][fact] for name, ranks in machines.items()}
+    for fact, cure in MUST_BE_THE_SAME.items():
+        values = {name: one[fact] for name, one in machines.items()}
         if len(set(values.values())) > 1:
             text = "; ".join(f"{value} on {name}" for name, value in values.items())
-            different.append(Row(fact, "not ok", text, f"take the same {fact} on all machines"))
-    different += compare_gpus(machines)
-    if not different:
-        text = "Python {Python}, torch {torch}, lessons {lessons} on all".format(**everyone[0])
-        different = [Row("versions", "ok", text)]
-    return rows + different
+            rows.append(Row(fact, "not ok", text, cure))
+    return rows
 
 
-def compare_gpus(machines):
-    """Return a row if ranks take GPUs and nccl on some machines only, where they never meet."""
-    have = {(ranks[0]["GPUs"] > 0, ranks[0]["GPUs"] >= len(ranks)) for ranks in machines.values()}
-    if len(have) == 1:
-        return []
-    each = [
-        f"{ranks[0]['GPUs']} on {name} (ranks: {len(ranks)})" for name, ranks in machines.items()
-    ]
-    cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES where they lack, or take a smaller --nproc"
-    return [Row("GPUs", "not ok", "; ".join(each), cure)]
-
-
-def not_tried(everyone):
+def not_tried():
     """Return the row that says what the report says nothing about."""
     cure = ""
-    if any(one["GPUs"] for one in everyone):
+    if torch.cuda.is_available():
         cure = "run lesson 02 in the same way, with NCCL_DEBUG=INFO: it says which way nccl takes"
     return Row("nccl, InfiniBand", "unknown", "not tried: all this is gloo, over TCP", cure)

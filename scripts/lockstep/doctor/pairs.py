@@ -5,82 +5,21 @@ fast it is, is asked over gloo, as a job would.
 """
 
 import contextlib
-import json
 import os
 import socket
-import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lockstep import ending, network
-from lockstep.doctor.row import Row
+from lockstep.doctor.report import Row
 
 BIG = 4 * 2**20  # bytes, for the bandwidth
 TRIPS = 100  # there and back, for the latency
-SLOW = 5  # times slower than the median of its kind: such a pair holds up every all-reduce
-NOISE_MS = 1  # a machine that is busy with other things adds as much to a latency
-
-
-class Missing(Exception):
-    """Not all ranks have left a value in the store. Arguments: those that have, and in how long."""
-
-
-class Peers(NamedTuple):
-    """All ranks that look for something together, and which of them this one is."""
-
-    store: dist.Store  # each rank has left the name of its machine there, at machine/RANK
-    rank: int
-    world_size: int
-    timeout: int
-
-    def gather(self, key, value, seconds):
-        """Leave a value in the store; return those of all ranks. Raises Missing."""
-        names = [f"{key}/{rank}" for rank in range(self.world_size)]
-        self.store.set(names[self.rank], json.dumps(value))
-        try:
-            self.store.wait(names, timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            here = [rank for rank, name in enumerate(names) if self.store.check([name])]
-            raise Missing(here, seconds) from None
-        return [json.loads(text) for text in self.store.multi_get(names)]
-
-    def row_of(self, missing):
-        """Return the row that says who is missing, and where the others are."""
-        here, seconds = missing.args
-        lost = [rank for rank in range(self.world_size) if rank not in here]
-        came = self.store.check([f"machine/{rank}" for rank in lost])
-        why = "went away in the middle" if came else f"not here after {seconds} s"
-        places = {}
-        for rank in here:
-            machine = self.store.get(f"machine/{rank}").decode()
-            places.setdefault(machine, []).append(rank)
-        text = f"rank {in_words(lost)} of {self.world_size} {why}; here: "
-        text += ", ".join(f"{in_words(ranks)} on {machine}" for machine, ranks in places.items())
-        cure = "start it with the same command, and look at what its own machine says"
-        return Row("ranks", "not ok", text, cure)
-
-    def cause(self, key, problem):
-        """Return the problem of the rank that is the cause, or None if none has one.
-
-        Who lost a connection, or waited in vain, is not the cause if somebody else has a problem.
-        """
-
-        def is_consequence(problem):
-            return bool(ending.LOST.search(problem) or ending.LATE.search(problem))
-
-        problems = self.gather(key, problem, 6 * self.timeout)
-        return min(filter(None, problems), key=is_consequence, default=None)
-
-
-def in_words(ranks):
-    """Return the numbers of ranks, with commas between them."""
-    return ", ".join(map(str, ranks))
 
 
 def look_at_pairs(peers, facts):
@@ -147,25 +86,18 @@ def reach_all(everyone, seconds):
 
 
 def unreached(everyone, problems):
-    """Return a row for each two machines whose ranks do not reach each other: the first pair.
+    """Return a row for each machine that does not reach another: the first pair of their ranks.
 
     `problems`: of each rank, what reach_all has returned.
     """
-    found = {}
+    rows = {}
     for rank, theirs in enumerate(problems):
         for other, problem in theirs:
-            way = everyone[rank]["machine"], everyone[other]["machine"]
-            found.setdefault(tuple(sorted(way)), {}).setdefault(way, (rank, other, problem))
-    rows = []
-    for ways in found.values():
-        texts, cures = [], []
-        for rank, other, problem in ways.values():
-            address = everyone[other]["address"][0]
-            texts.append(f"rank {rank} does not reach rank {other} at {address}: {problem}")
-            cures.append(remedy(everyone[rank], everyone[other], problem))
-        text, cure = "; ".join(texts), "; ".join(dict.fromkeys(cures))
-        rows.append(row_of(sorted((rank, other)), everyone, "not ok", text, cure))
-    return rows
+            here, there = everyone[rank], everyone[other]
+            text = f"rank {rank} does not reach rank {other} at {there['address'][0]}: {problem}"
+            row = row_of((rank, other), everyone, "not ok", text, remedy(here, there, problem))
+            rows.setdefault((here["machine"], there["machine"]), row)
+    return [*rows.values()]
 
 
 def remedy(here, there, problem):
@@ -194,16 +126,22 @@ def time_all(peers, everyone):
         dist.init_process_group("gloo", store=dist.PrefixStore("group", peers.store), **who)
     except Exception as error:
         problem = ending.reason(error)
-    problem = peers.cause("group", problem)
-    if problem:
-        return [Row("group over gloo", "not ok", problem, "look at the first line that is not ok")]
+    problems = [text for text in peers.gather("joined", problem, 6 * peers.timeout) if text]
+    if problems:
+        cause = min(problems, key=is_consequence)
+        return [Row("group over gloo", "not ok", cause, "look at the first line that is not ok")]
     timed = dict.fromkeys(chosen_pairs(everyone))
     mine = [[*pair, value] for pair, value in time_pairs(peers.rank, timed).items()]
     for theirs in peers.gather("timed", mine, 3 * peers.timeout):
         timed |= {(a, b): value for a, b, value in theirs}
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    return judge(timed, everyone)
+    return [row_of_times(pair, everyone, value) for pair, value in timed.items()]
+
+
+def is_consequence(problem):
+    """Return whether a rank has lost another, or waited in vain: it is not the cause."""
+    return bool(ending.LOST.search(problem) or ending.LATE.search(problem))
 
 
 def chosen_pairs(everyone):
@@ -251,35 +189,14 @@ def time_pair(rank, pair):
     return 1000 * latency, BIG / min(there_and_back(big) for _ in range(5)) / 1e9
 
 
-def judge(timed, everyone):
-    """Return a row for each pair. A pair between machines is slow if the others are much faster."""
-    far = {p for p in timed if everyone[p[0]]["machine"] != everyone[p[1]]["machine"]}
-    rows = []
-    for pair, value in timed.items():
-        if value is None:
-            text = "not tried, because another pair failed"
-            rows.append(row_of(pair, everyone, "unknown", text))
-        elif isinstance(value, str):
-            text = f"they connect, but do not exchange data: {value}"
-            cure = "compare the MTU of the two interfaces (ip link), try ping -s 8000"
-            rows.append(row_of(pair, everyone, "not ok", text, cure))
-        else:
-            others = [timed[other] for other in far - {pair}] if pair in far else []
-            others = [numbers for numbers in others if isinstance(numbers, list | tuple)]
-            rows.append(compare(pair, everyone, value, others))
-    return rows
-
-
-def compare(pair, everyone, numbers, others):
-    """Return the row of a pair that was timed. `others`: the numbers of pairs of its kind."""
-    latency, bandwidth = numbers
+def row_of_times(pair, everyone, value):
+    """Return the row of a pair: (ms, GB/s), or what is wrong, or None if it was not timed."""
+    if value is None:
+        return row_of(pair, everyone, "unknown", "not tried, because another pair failed")
+    if isinstance(value, str):
+        text = f"they connect, but do not exchange data: {value}"
+        cure = "compare the MTU of the two interfaces (ip link), try ping -s 8000"
+        return row_of(pair, everyone, "not ok", text, cure)
+    latency, bandwidth = value
     text = f"{latency:.2g} ms, {bandwidth:.2g} GB/s"
-    row = row_of(pair, everyone, "ok", text, latency_ms=latency, gb_per_s=bandwidth)
-    if len(others) < 2:
-        return row
-    usual_latency, usual_bandwidth = map(statistics.median, zip(*others, strict=True))
-    if bandwidth * SLOW >= usual_bandwidth and latency <= SLOW * max(usual_latency, NOISE_MS):
-        return row
-    text += f", usual here: {usual_latency:.2g} ms, {usual_bandwidth:.2g} GB/s"
-    cure = "look at the cable, switch or load of the slower machine"
-    return row._replace(state="not ok", text=text, remedy=cure)
+    return row_of(pair, everyone, "ok", text, latency_ms=latency, gb_per_s=bandwidth)

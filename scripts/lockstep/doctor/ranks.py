@@ -1,35 +1,36 @@
 """One rank of the doctor, as torchrun has started it: on this machine alone, or on several."""
 
 import contextlib
-import io
+import json
 import os
-import sys
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lockstep import ending
-from lockstep.doctor import machine, machines, methods, pairs
-from lockstep.doctor.row import Row
+from lockstep.doctor import machine, machines, pairs
+from lockstep.doctor.report import Report, Row
 
 
-def main(timeout, report):
+def main(timeout, as_json):
     """Be one rank; return the exit code, the same on all. One rank alone tells the report."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    known = os.environ.get("LOCKSTEP_ROWS")  # what the doctor has seen, if there is one machine
     store, speaks = None, os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         store = open_store(rank, world_size, timeout)
-        rows, speaks = examine(pairs.Peers(store, rank, world_size, timeout))
+        rows, speaks = examine(Peers(store, rank, world_size, timeout), on_several=not known)
     except Exception as error:
         text = f"rank {rank} on {machines.my_name()}: {machine.first_line(error)}"
         cure = "on that machine: bash scripts/doctor.sh, without torchrun, says more"
         rows = [Row("ranks", "not ok", text, cure)]
-    with contextlib.redirect_stdout(sys.stdout if speaks else io.StringIO()):
-        report.tell(rows)
-        code = report.end()
+    report = Report(as_json, [Row(*fields) for fields in json.loads(known or "[]")], speaks)
+    report.tell(rows)
+    code = report.end()
     if store:
-        leave(store, rank, world_size, speaks)
+        leave(store, world_size)
     if "LOCKSTEP_ENDS" not in os.environ:
         ending.leave_with(code)  # as rank.py does it: a group that has failed may keep threads
     return code
@@ -44,36 +45,53 @@ def open_store(rank, world_size, timeout):
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def examine(peers):
+def examine(peers, on_several):
     """Return (rows, whether this rank is to tell them)."""
-    by_doctor = "LOCKSTEP_ENDS" in os.environ and "LOCKSTEP_NODES" not in os.environ
-    rows = []
-    peers.store.set(f"machine/{peers.rank}", machines.my_name())
     try:
-        if by_doctor:  # it has looked at the machine itself, and wants to know about its ranks
-            folder = os.environ["LOCKSTEP_ENDS"]
-            rows = [methods.meet(peers, method, folder) for method in methods.METHODS]
-        everyone, found = pairs.look_at_pairs(peers, machines.my_facts(peers.world_size))
-    except pairs.Missing as missing:
-        return [peers.row_of(missing)], peers.store.add("speaker", 1) == 1
-    if not by_doctor:
-        rows = machines.compare(everyone)
-        found.append(machines.not_tried(everyone))
-    return rows + found, peers.rank == 0
+        everyone, rows = pairs.look_at_pairs(peers, machines.my_facts(on_several))
+    except Missing as missing:
+        return [peers.row_of(missing)], peers.rank == missing.args[0][0]
+    if on_several:
+        rows = [*machines.compare(everyone), *rows, machines.not_tried()]
+    return rows, peers.rank == 0
 
 
-def leave(store, rank, world_size, speaks):
-    """Return when this rank may end. Rank 0, which may hold the store, does so last.
-
-    First the report is told: torchrun ends all ranks when one has ended with exit code 1.
-    """
-    try:
-        if speaks:
-            store.set("told", "")
-        store.wait(["told"], timedelta(seconds=10))
+def leave(store, world_size):
+    """Return when all ranks may end: torchrun ends the others when one ends with exit code 1."""
+    end = time.monotonic() + 10
+    with contextlib.suppress(RuntimeError):  # the store has gone, and who held it was the last
         store.add("left", 1)
-        end = time.monotonic() + 5
-        while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < end:
+        while store.add("left", 0) < world_size and time.monotonic() < end:
             time.sleep(0.05)
-    except RuntimeError:
-        pass  # the store has gone, and everybody with it
+
+
+class Missing(Exception):
+    """Not all ranks have left a value in the store. Arguments: those that have, and in how long."""
+
+
+class Peers(NamedTuple):
+    """All ranks that look for something together, and which of them this one is."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout: int
+
+    def gather(self, key, value, seconds):
+        """Leave a value in the store; return those of all ranks. Raises Missing."""
+        names = [f"{key}/{rank}" for rank in range(self.world_size)]
+        self.store.set(names[self.rank], json.dumps(value))
+        try:
+            self.store.wait(names, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            here = [rank for rank, name in enumerate(names) if self.store.check([name])]
+            raise Missing(here, seconds) from None
+        return [json.loads(text) for text in self.store.multi_get(names)]
+
+    def row_of(self, missing):
+        """Return the row that says who is missing."""
+        here, seconds = missing.args
+        lost = ", ".join(str(rank) for rank in range(self.world_size) if rank not in here)
+        text = f"rank {lost} of {self.world_size} does not answer within {seconds} s"
+        cure = "start it with the same command, and look at what its own machine says"
+        return Row("ranks", "not ok", text, cure)

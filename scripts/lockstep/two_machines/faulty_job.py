@@ -1,7 +1,7 @@
 """Be a launcher, or a rank, of a job in which something goes wrong; say how it ends, and when.
 
 python .../faulty_job.py launcher [flags of torchrun]
-python .../faulty_job.py rank FOLDER                    FOLDER/stop ends it
+python .../faulty_job.py rank
 
 faults.py starts the launchers, and they start the ranks.
 """
@@ -9,7 +9,7 @@ faults.py starts the launchers, and they start the ranks.
 import os
 import sys
 import time
-from pathlib import Path
+from datetime import timedelta
 
 RANK_WAITS = 20  # seconds
 
@@ -28,23 +28,16 @@ def be_launcher(arguments):
 
 def be_rank(arguments):
     """Join the group, then call all-reduce until something happens; say what."""
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
-    (folder,) = arguments
     start = time.monotonic()
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=RANK_WAITS))
         print("met", flush=True)
-        total = torch.zeros(1)
-        while total == 0:
+        while True:
             start = time.monotonic()
-            total.fill_(Path(folder, "stop").exists())
-            dist.all_reduce(total)
-        dist.destroy_process_group()
-        print(f"rank {os.environ['RANK']}: came to its end", flush=True)
+            dist.all_reduce(torch.zeros(1))
     except Exception as error:
         say(f"rank {os.environ['RANK']}", start, error)
         os._exit(1)

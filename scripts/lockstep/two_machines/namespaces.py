@@ -39,14 +39,6 @@ class Machine:
         command += ["--mount-proc", "sh", "-c", "echo ready; exec sleep infinity"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.unshare = subprocess.Popen(command, preexec_fn=end_with_us, **streams)
-        try:
-            self.set_up()
-        except BaseException:
-            self.kill()
-            raise
-
-    def set_up(self):
-        """Wait for the machine's process 1; give it a name and its own 127.0.0.1."""
         if self.unshare.stdout.readline() != b"ready\n":
             raise OSError("unshare could not make a machine: is this a container without rights?")
         children = Path(f"/proc/{self.unshare.pid}/task/{self.unshare.pid}/children")
@@ -92,14 +84,8 @@ class TwoMachines:
     def __enter__(self):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
-        self.machines = []
-        try:
-            for number in (0, 1):
-                self.machines.append(Machine(number))
-            self.connect()
-        except BaseException:
-            self.__exit__()
-            raise
+        self.machines = [Machine(0), Machine(1)]
+        self.connect()
         return self
 
     def connect(self):
@@ -132,13 +118,15 @@ class TwoMachines:
             machine.kill()
         self.temporary.cleanup()
 
-    def limit(self, rate=0, delay=0):
-        """Make the cable slow: megabits per second, milliseconds. Raises OSError."""
-        shape = ["netem", "delay", f"{delay}ms"] + ["rate", f"{rate}mbit"] * bool(rate)
-        if rate and not delay:  # older kernels than those with netem have this
-            shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
+    def limit(self, rate):
+        """Let the cable carry so many megabits per second. Raises OSError."""
+        shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
         for machine in self.machines:
             machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+
+    def kill(self):
+        """Kill machine 1."""
+        self.machines[1].kill()
 
     def cut(self):
         """Cut the cable; no process of either machine is told."""

@@ -1,7 +1,6 @@
 """Run something on two machines that are one: two network namespaces, joined by a cable.
 
-    bash scripts/two_machines.sh WHAT [--nproc RANKS] [--rate MBIT] [--delay MS] [--cut SECONDS]
-                                 [--verbose] [flags of WHAT]
+    bash scripts/two_machines.sh WHAT [--nproc RANKS] [--rate MBIT] [flags of WHAT]
     bash scripts/two_machines.sh faults [NAME ...]
 
 WHAT is a lesson's number (02, 03, 05, 06, 12, 13, 14), "doctor", or the path of a training script
@@ -10,12 +9,9 @@ of yours. On each machine runs what runs on one of several real machines: `machi
 
 --nproc       ranks on both machines together (4); the first one has the odd one
 --rate        the cable carries so many megabits per second
---delay       each packet arrives so many milliseconds later (the kernel needs netem)
---cut         the cable is cut so many seconds after the start
 """
 
 import sys
-import time
 
 from lockstep import machine, ssh
 from lockstep.flags import Flags, split_at_dashes, whole
@@ -46,20 +42,13 @@ def run(what, arguments):
     parser = Flags("two_machines.sh", add_help=False)
     parser.add_argument("--nproc", type=whole(2, 64), default=4)
     parser.add_argument("--rate", type=whole(0, 10**6), default=0)
-    parser.add_argument("--delay", type=whole(0, 10**6), default=0)
-    parser.add_argument("--cut", type=whole(0, 10**6), default=0)
     ours, theirs = split_at_dashes(arguments)
     own, flags = parser.parse_known_args(ours)
     machine.find_script(parser, what)  # leaves, before there is any machine, if there is none
     with TwoMachines() as two:
-        if own.rate or own.delay:
-            two.limit(own.rate, own.delay)
-        jobs = [start(two, node, own.nproc, what, flags + theirs) for node in (0, 1)]
-        cut = cut_after(own.cut, two, jobs) if own.cut else None
-        code = ssh.wait(jobs)
-        if cut:
-            print(f"{time.monotonic() - cut:.0f} s after the cut", file=sys.stderr)
-        return code
+        if own.rate:
+            two.limit(own.rate)
+        return ssh.wait([start(two, node, own.nproc, what, flags + theirs) for node in (0, 1)])
 
 
 def start(two, node, ranks, what, flags):
@@ -69,14 +58,3 @@ def start(two, node, ranks, what, flags):
     command += [f"--nodes={','.join(ADDRESSES)}", f"--node-rank={node}", f"--port={PORT}"]
     command += [f"--nproc={ranks_here}", "--", *flags]
     return two.machines[node].start(*command, env=two.environment())
-
-
-def cut_after(seconds, two, jobs):
-    """Cut the cable after so many seconds; return when, or None if the job was over before."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if any(job.poll() is not None for job in jobs):
-            return None
-        time.sleep(0.05)
-    two.cut()
-    return time.monotonic()

@@ -1,8 +1,7 @@
 """Try cluster/lesson.slurm under a real Slurm, which is started here on two machines that are one.
 
 Here as on many clusters a task has one core and little memory unless it asks for more: it is bound
-to its cores, and killed when it takes more memory than it has. (The memory is looked at once a
-second.) A Slurm that runs here already is left alone: this one has networks of its own.
+to its cores, and killed when it takes more memory than it has.
 """
 
 import os
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from lockstep import machine
 from lockstep.flags import Flags
@@ -19,6 +17,7 @@ from lockstep.lessons import ROOT
 from lockstep.two_machines.namespaces import TwoMachines
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "sinfo", "munged")
+CORES = os.cpu_count()
 SYSTEM = ("/usr/sbin", "/sbin")  # where the daemons are, also if PATH lacks them
 SETTINGS = """
 ClusterName=lockstep
@@ -26,10 +25,8 @@ SlurmctldHost=machine0(10.14.0.1)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=/mnt/munge.socket
-CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir=/mnt/%n
-JobRequeue=0
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdParameters=config_overrides
@@ -41,7 +38,6 @@ DefMemPerCPU=100
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=1
 JobAcctGatherParams=OverMemoryKill
-MpiDefault=none
 NodeName=machine0 NodeAddr=10.14.0.1 CPUs={cores} RealMemory=8192
 NodeName=machine1 NodeAddr=10.14.0.2 CPUs={cores} RealMemory=8192
 PartitionName=all Nodes=machine0,machine1 Default=YES State=UP
@@ -57,9 +53,7 @@ def main(arguments):
     if missing:
         cure = "on Debian and Ubuntu: apt install slurmctld slurmd slurm-client munge"
         parser.error(f"it needs {', '.join(missing)} ({cure})")
-    script = machine.find_script(parser, what)
-    if Path(what).is_file():
-        what = str(script)
+    what = machine.whole_path(parser, what)
     os.chdir(ROOT)  # where the file is to be submitted
     with TwoMachines() as two:
         os.environ["SLURM_CONF"] = write_settings(two.folder)
@@ -76,7 +70,7 @@ def write_settings(folder):
     key.touch(0o400)
     key.write_bytes(os.urandom(1024))
     settings = folder / "slurm.conf"
-    settings.write_text(SETTINGS.format(folder=folder, cores=os.cpu_count()))
+    settings.write_text(SETTINGS.format(folder=folder, cores=CORES))
     return str(settings)
 
 
@@ -104,30 +98,28 @@ def start_slurm(two, log):
 
 
 def submit(two, what, flags):
-    """Submit the file, with as many cores as there are; print what the job says, and wait for it.
+    """Submit the file, with no more cores than there are; print what the job says, and wait for it.
 
     Return its exit code.
     """
-    text = (ROOT / "scripts" / "cluster" / "lesson.slurm").read_text()
-    cores = re.search(r"^#SBATCH --cpus-per-task=(\d+)$", text, re.MULTILINE)
-    if cores and int(cores[1]) > os.cpu_count():
-        text = text.replace(cores[0], f"#SBATCH --cpus-per-task={os.cpu_count()}")
-    submitted, output = two.folder / "lesson.slurm", two.folder / "output"
-    submitted.write_text(text)
-    environment = two.environment() | {"LOCKSTEP_PYTHON": sys.executable}
+    file, output = ROOT / "scripts" / "cluster" / "lesson.slurm", two.folder / "output"
+    cores = re.search(r"(?m)^#SBATCH --cpus-per-task=(\d+)$", file.read_text())[1]
     enter, options = two.machines[0].enter, {"stdout": subprocess.PIPE, "text": True}
-    command = enter("sbatch", "--parsable", f"--output={output}", submitted, what, *flags)
+    command = ["sbatch", "--parsable", f"--output={output}"]
+    command = enter(*command, f"--cpus-per-task={min(int(cores), CORES)}", file, what, *flags)
+    environment = two.environment() | {"LOCKSTEP_PYTHON": sys.executable}
     job = subprocess.run(command, env=environment, **options).stdout.strip()
-    state = "PENDING" if job else "refused"
+    if not job:
+        return 1  # sbatch has said why
+    state = "PENDING"
     while state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
         time.sleep(0.2)  # (sbatch --wait looks after ten seconds, then after thirty)
         facts = subprocess.run(enter("scontrol", "show", "job", job), **options).stdout
         state, code = re.search(r"JobState=(\w+).*ExitCode=(\d+)", facts, re.DOTALL).groups()
-    if output.exists():
-        print(output.read_text(), end="")
-    elif job:
+    if not output.exists():
         give_up(two, f"the job has not run: {state}")
-    return int(code) if job else 1
+    print(output.read_text(), end="")
+    return int(code)
 
 
 def give_up(two, why):
