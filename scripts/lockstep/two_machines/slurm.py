@@ -27,6 +27,7 @@ AuthType=auth/munge
 AuthInfo=socket=/mnt/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir=/mnt/%n
+JobRequeue=0
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdParameters=config_overrides
