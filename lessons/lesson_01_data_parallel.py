@@ -38,7 +38,6 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -413,11 +412,12 @@ def write_into(target, source, non_blocking=False):
 @functools.cache  # PyTorch takes a kind of device once in a process
 def register_stand_ins():
     """Make the kind of device known, and what makes new tensors on it, or moves tensors there."""
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    registry = torch.utils.backend_registration
+    if not hasattr(registry, "_setup_privateuseone_for_python_backend"):
         problem = f"torch {torch.__version__} can't make stand-ins for GPUs"
         sys.exit(f"{problem}: take the version in requirements.txt")
 
-    class Backend(backend_registration._DummyBackendModule):  # what PyTorch asks a device about
+    class Backend(registry._DummyBackendModule):  # what PyTorch asks a device about
         def device_count(self):
             return 64
 
@@ -428,7 +428,7 @@ def register_stand_ins():
         stride = stride or torch.empty(size, device="meta").stride()
         return StandIn(torch.empty_strided(size, stride, dtype=dtype), device)
 
-    setup = backend_registration._setup_privateuseone_for_python_backend  # marked experimental
+    setup = registry._setup_privateuseone_for_python_backend  # marked experimental
     setup("standin", backend_module=Backend())
     operations = torch.library.Library("aten", "IMPL")
     operations.impl("empty.memory_format", empty, "PrivateUse1")
