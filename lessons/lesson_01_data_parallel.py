@@ -439,7 +439,7 @@ def register_stand_ins():
 
 
 def replace_what_needs_cuda():
-    """Give nn.DataParallel in Python the four things that it has in C++, for CUDA only."""
+    """Give nn.DataParallel in Python what it has in C++, for CUDA only; and say: no nccl."""
 
     def copy_to(tensor, index):
         return tensor.to(torch.device("standin", index))
