@@ -305,7 +305,19 @@ def test_judge_never_raises_and_never_hangs():
     def stub():
         raise NotImplementedError
 
+    def stub_on_a_rank(rank, world_size):
+        raise NotImplementedError
+
+    def not_on_this_device(rank=0, world_size=1):
+        raise NotImplementedError("Could not run 'aten::empty' with arguments from this backend")
+
     assert nbtools.judge(lambda attempt: attempt(), stub) == "not attempted"
+    assert nbtools.judge(lambda attempt: nbtools.run(attempt, 1), stub_on_a_rank) == "not attempted"
+    words = "NotImplementedError: Could not run 'aten::empty'"
+    said = nbtools.judge(lambda attempt: attempt(), not_on_this_device)
+    assert said.startswith(f"not yet: {words}")
+    said = nbtools.judge(lambda attempt: nbtools.run(attempt, 1), not_on_this_device)
+    assert said.startswith(f"not yet: rank 0: {words}")
 
 
 # --- record and the pictures ---

@@ -27,7 +27,12 @@ BREAKS = {
         "tensor.detach().to(device) for tensor in tensors}",
         "show(lesson.data_parallel, ",
     ),
-    "a number of the script": (SCRIPT, "lr=0.1", "lr=0.2", "show(lesson.train)"),
+    "a line of the script": (
+        SCRIPT,
+        "loss.backward()  # each",
+        "(2 * loss).backward()  # each",
+        "show(lesson.train)",
+    ),
     "the launcher fails": ("scripts/lesson_01.sh", 'exec "$python"', "exit 7 #", "launch(1,"),
 }
 

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import inspect
 import random
+import re
 import signal
 import socket
 import sys
@@ -78,6 +79,10 @@ def hint(check):
     print(textwrap.fill(solutions.HINTS[tasks[check]], 88))
 
 
+# How the error of a stub reads, without a message, here or on a rank.
+STUB = re.compile(r"(rank \d+: )?NotImplementedError:? ?( ?\(in \S+, line \d+\))?")
+
+
 class _TooLong(BaseException):
     """The deadline has come. Not an Exception: an attempt that catches those must not catch it."""
 
@@ -92,7 +97,8 @@ def judge(check, attempt, deadline=120):
     `attempt` is a number (task: predict), or a function (build, repair).
 
     no guess yet        the number is still None
-    not attempted       the function raises NotImplementedError, here or on a rank
+    not attempted       the function raises NotImplementedError without a message, as a stub does,
+                        here or on a rank; PyTorch's own say what is not implemented
     not yet: ...        what is wrong, also when the attempt raises, or has not finished after
                         `deadline` seconds
     correct
@@ -113,10 +119,9 @@ def judge(check, attempt, deadline=120):
     if problem is None:
         return "correct"
     lines = (problem.strip() or "it is wrong").splitlines()
-    if "NotImplementedError" in problem and "missing the required" not in problem:
-        return "not attempted"
     # An error in a thread of nn.DataParallel has its reason at the end.
-    return f"not yet: {lines[-1] if 'Caught' in lines[0] else lines[0]}"
+    reason = lines[-1] if "Caught" in lines[0] else lines[0]
+    return "not attempted" if STUB.fullmatch(reason) else f"not yet: {reason}"
 
 
 @contextlib.contextmanager

@@ -41,25 +41,35 @@ class ScalesInputs(nn.Module):
 
 def check_scales_inputs(attempt):
     """Return None if the module keeps its value under nn.DataParallel, else what is wrong."""
+    start = float(attempt().largest)
+    if start != 1:
+        return f"before the first call `largest` must be 1, as in the module given; it is {start:g}"
     for count in (2, 3):
         devices = lesson.find_devices(count)
         module = lesson.place(attempt(), devices[0])
         parallel = nn.DataParallel(module, list(range(count)))
         expected = 1.0
         for call, scales in enumerate([(0.5, 0.7, 0.2), (3, 9, 2), (7, 2, 8), (4, 8, 1)], start=1):
-            parts = make_parts(count, scales)
-            rows = lesson.place(torch.cat(parts), devices[0])
-            outputs = parallel(rows).detach().cpu()
+            parts, before = make_parts(count, scales), float(module.largest)
+            outputs = parallel(lesson.place(torch.cat(parts), devices[0])).detach().cpu()
             wanted = expected_outputs(module, parts, expected)
             expected = max(expected, parts[0].abs().max().item())
-            where = f"on {count} devices, after call {call},"
-            largest = float(module.largest)
-            if not abs(largest - expected) < 1e-12:
-                problem = f"{where} `largest` is {largest:.3g}; device 0 has seen {expected:.3g}"
-                return problem + in_a_buffer(module) * "; is the buffer changed in place?"
-            if not (outputs - wanted).abs().max() < 1e-9:
-                return f"{where} the outputs are not those of rows / `largest`, part by part"
+            problem = wrong_value(float(module.largest), expected, before)
+            if not problem and not (outputs - wanted).abs().max() < 1e-9:
+                problem = "the outputs are not those of rows / `largest`, part by part"
+            if problem:
+                return f"on {count} devices, after call {call}, {problem}"
     return None
+
+
+def wrong_value(largest, expected, before):
+    """Return what is wrong with the module's value after a call, or None."""
+    if abs(largest - expected) < 1e-12:
+        return None
+    if largest == before:
+        return f"`largest` is still {largest:.3g}: what device 0 wrote down is lost"
+    seen = f"1 and device 0's rows so far have {expected:.3g}"
+    return f"`largest` is {largest:.3g}, and the largest absolute value of {seen}"
 
 
 def make_parts(count, scales):
@@ -75,11 +85,6 @@ def expected_outputs(module, parts, largest):
     weight, bias = (parameter.detach().cpu() for parameter in module.layer.parameters())
     scaled = [part / max(largest, part.abs().max().item()) for part in parts]
     return torch.cat(scaled) @ weight.T + bias
-
-
-def in_a_buffer(module):
-    """Return whether the module keeps its value in a buffer."""
-    return "largest" in dict(module.named_buffers())
 
 
 # --- Task 3: predict ---
@@ -114,7 +119,7 @@ def loss_inside_step(model, rows, targets, devices):
 def check_loss_inside_step(attempt):
     """Return None if the attempt is right on 2 and 3 devices, else what is wrong."""
     for count in (2, 3):
-        for size in (30, 10, 7):
+        for size in (30, 10, 7, 4, 1):
             with torch.autograd.set_multithreading_enabled(False):
                 problem = examine_step(attempt, count, size)
             if problem:
@@ -126,28 +131,47 @@ def examine_step(attempt, count, size):
     """Let the attempt do one step; return what is wrong with it, or None."""
     rows, targets, alone = lesson.make_toy(seed=1)
     devices = lesson.find_devices(count)
-    rows, targets, seen = rows[:size], targets[:size], []
-    wanted = lesson.backward(alone, alone, rows, targets)
+    rows, targets = rows[:size], targets[:size]
+    wanted = lesson.gradient_of(alone, alone, rows, targets)
     model = lesson.place(alone, devices[0])
-    model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))  # and replicas
     here = lesson.place(rows, devices[0]), lesson.place(targets, devices[0])
-    with lesson.Copies() as copies, watch_threads(copies.found):
+    parts = [len(part) for part in lesson.parts_of(rows, devices)]
+    visiting, copies = lesson.visits_of(model, len(parts)), lesson.Copies()
+    with visiting as visits, copies, watch_threads(copies.found):
         loss = attempt(model, *here, devices)
-    parts = [len(part) for part in rows.chunk(count)]
-    if sorted(seen, reverse=True) != parts:
-        return f"the replicas must see {parts} rows; they saw {seen}"
+    inside = [len(visit.rows) for visit in visits]
+    if inside != parts:
+        return f"the replicas must see {parts} rows; they saw {inside}"
+    if not all(visit.together for visit in visits):
+        return "the replicas do not compute at the same time"
     if any(parameter.grad is None for parameter in model.parameters()):
         return "there is no gradient in the master's model"
     difference = (lesson.gradient(model) - wanted).abs().max().item()
     if not difference < 1e-12:
         return f"the gradient is off by {difference:.3g}"
-    into_master = sum(nbytes for _, target, nbytes in copies.found if target == 0)
-    allowed = (96 + 8) * (len(parts) - 1)  # gradients of the parameters, and one number
-    if into_master > allowed:
-        return f"the master received {into_master} bytes; gradients and losses need {allowed}"
+    if problem := too_many_bytes(copies.found, rows[parts[0] :], targets[parts[0] :], len(parts)):
+        return problem
     loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
     if loss is None or not abs(float(loss) - mse_loss(alone(rows), targets).item()) < 1e-9:
         return "what the step returns is not the loss of the whole batch"
+    return None
+
+
+def too_many_bytes(copies, rows, targets, parts):
+    """Return a sentence if more is sent than is needed, else None. rows: those that must travel.
+
+    Each part beside the master's costs a model and a loss, and their gradients on the way back.
+    """
+    model_and_loss = (96 + 8) * (parts - 1)
+    from_others = sum(nbytes for source, _, nbytes in copies if source not in (0, None))
+    if from_others > model_and_loss:  # wherever it goes: also by way of the CPU
+        return (
+            f"the master received {from_others} bytes; gradients and losses need {model_and_loss}"
+        )
+    from_master = sum(nbytes for source, _, nbytes in copies if source in (0, None))
+    allowed = model_and_loss + rows.nbytes + targets.nbytes
+    if from_master > allowed:
+        return f"the master sent {from_master} bytes; a part and a model for each need {allowed}"
     return None
 
 

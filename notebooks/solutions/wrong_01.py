@@ -139,6 +139,61 @@ def the_library_does_it(model, rows, targets, devices):
     return loss.detach()
 
 
+def own_losses(model, rows, targets, devices, apply=None, move=None, idle=False):
+    """Do the task, with another way to apply, or to move the outputs, or with idle replicas."""
+    parts, goals = lesson.scatter(rows, devices), lesson.scatter(targets, devices)
+    used = devices if idle else devices[: len(parts)]
+    replicas = [lesson.replicate(model, device) for device in used]
+    outputs = (apply or lesson.parallel_apply)(replicas[: len(parts)], parts)
+    if move:
+        outputs, goals = [move(out) for out in outputs], [move(goal) for goal in goals]
+    means = zip(outputs, goals, strict=True)
+    losses = [len(goal) / len(rows) * mse_loss(out, goal) for out, goal in means]
+    loss = sum(loss.to(outputs[0].device) for loss in losses)
+    loss.backward()
+    return loss.detach()
+
+
+def by_way_of_the_cpu(*arguments):
+    return own_losses(*arguments, move=lambda tensor: tensor.cpu())
+
+
+def call(model, part):
+    return model(part)
+
+
+def one_after_the_other(*arguments):
+    return own_losses(*arguments, apply=lambda models, parts: list(map(call, models, parts)))
+
+
+def replicas_for_idle_devices(*arguments):
+    return own_losses(*arguments, idle=True)
+
+
+def everything_to_everybody(model, rows, targets, devices):
+    """Send the whole batch to each device, and cut it there."""
+    size = len(rows.chunk(len(devices))[0])
+    starts = range(0, len(rows), size)
+    everything = [(rows.to(device), targets.to(device)) for device in devices[: len(starts)]]
+    parts = [r[i : i + size] for i, (r, _) in zip(starts, everything, strict=True)]
+    goals = [t[i : i + size] for i, (_, t) in zip(starts, everything, strict=True)]
+    replicas = [lesson.replicate(model, device) for device in devices[: len(starts)]]
+    outputs = lesson.parallel_apply(replicas, parts)
+    losses = [len(g) / len(rows) * mse_loss(out, g) for out, g in zip(outputs, goals, strict=True)]
+    loss = sum(loss.to(devices[0]) for loss in losses)
+    loss.backward()
+    return loss.detach()
+
+
+def written_into_the_master(model, rows, targets, devices):
+    """Bring the outputs home by copy_(), which is no .to()."""
+
+    def move(output):
+        return torch.empty(output.shape, dtype=output.dtype, device=devices[0]).copy_(output)
+
+    return own_losses(model, rows, targets, devices, move=move)
+
+
 def no_backward(model, rows, targets, devices):
     return mse_loss(lesson.data_parallel(model, rows, devices), targets).detach()
 
@@ -154,11 +209,14 @@ WRONG = {
         "numbers, not bytes": (3 * 25.6, "have the model already"),
     },
     "ScalesInputs": {
-        "as given": (AsGiven, "on 2 devices, after call 2, `largest` is 1; device 0 has seen"),
-        "without abs": (WithoutAbs, "device 0 has seen"),
-        "from zero": (FromZero, "on 2 devices, after call 1, `largest` is 0."),
-        "assigns the buffer": (AssignsTheBuffer, "is the buffer changed in place?"),
-        "forgets": (ForgetsTheBatchesBefore, "device 0 has seen"),
+        "as given": (
+            AsGiven,
+            "after call 2, `largest` is still 1: what device 0 wrote down is lost",
+        ),
+        "without abs": (WithoutAbs, "the largest absolute value of"),
+        "from zero": (FromZero, "before the first call `largest` must be 1"),
+        "assigns the buffer": (AssignsTheBuffer, "what device 0 wrote down is lost"),
+        "forgets": (ForgetsTheBatchesBefore, "after call 1, `largest` is 0.5, and the largest"),
         "never divides": (NeverDivides, "are not those of rows / `largest`"),
         "nan": (ReturnsNan, "are not those of rows / `largest`"),
         "for all replicas": (ForAllReplicas, "after call"),
@@ -168,6 +226,11 @@ WRONG = {
         "mean of the means": (weighted(lambda p, r, parts: 1 / len(parts)), "with 7 rows on 2"),
         "outputs travel": (outputs_travel, "the master received"),
         "outputs travel in threads": (outputs_travel_in_threads, "the master received"),
+        "by way of the CPU": (by_way_of_the_cpu, "the master received"),
+        "copy_": (written_into_the_master, "the master received"),
+        "everything to everybody": (everything_to_everybody, "the master sent"),
+        "idle replicas": (replicas_for_idle_devices, "with 1 rows on 2 devices, the master sent"),
+        "one after the other": (one_after_the_other, "do not compute at the same time"),
         "one device does all": (one_device_does_all, "the replicas must see"),
         "nn.DataParallel": (the_library_does_it, "the master received"),
         "no backward": (no_backward, "there is no gradient"),

@@ -48,7 +48,7 @@ def test_one_process_and_one_process_per_replica_give_the_same_gradient():
     model = lesson.place(alone, devices[0])
     here = [lesson.place(part[:30], devices[0]) for part in (rows, targets)]
     with torch.autograd.set_multithreading_enabled(False):
-        ours = lesson.backward(model, lambda x: lesson.data_parallel(model, x, devices), *here)
+        ours = lesson.gradient_of(model, lambda x: lesson.data_parallel(model, x, devices), *here)
     pids, numbers, theirs = zip(*nbtools.run(ddp_step, 2), strict=True)
     assert len({os.getpid(), *pids}) == 3  # every rank is a process of its own
     assert sorted(itertools.chain(*numbers)) == list(range(30))
