@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import sys
+import types
 from unittest.mock import patch
 
 import cloudpickle
@@ -43,7 +44,7 @@ def verdict(rank, world_size, source, flags):
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
-    sys.modules["script"] = sys.modules[__name__]  # what looks its own module up finds one
+    sys.modules["script"] = types.ModuleType("script")  # what looks its own module up finds one
     exec(compile(source, "script.py", "exec"), script)
     if "launch_job" in script:  # the ranks are started already
         place = (rank, world_size, torch.device("cpu"))
