@@ -21,7 +21,6 @@ Output to expect on a CPU:
 """
 
 import argparse
-import gc
 import itertools
 import json
 import os
@@ -301,10 +300,8 @@ class Messages(TorchDispatchMode):
             return NotImplemented  # DTensor's own collectives come here one by one
         if function.namespace == "c10d":
             self.note(function, args)
-        elif "group_name" in [
-            argument.name for argument in function._schema.arguments
-        ]:  # DTensor's
-            self.calls.append((function.name(), (), args[0].nbytes))
+        elif function.namespace == "_c10d_functional" and "group_name" in str(function._schema):
+            self.calls.append((function.name(), (), args[0].nbytes))  # DTensor's
         return function(*args, **(kwargs or {}))
 
     def note(self, function, args):
@@ -415,7 +412,6 @@ def memory(model, whole):
 
     whole: (size, weak reference to its memory) of each parameter before the cut.
     """
-    gc.collect()
     sizes = [parameter.numel() for parameter in model.parameters()]
     cut = [storage() for (before, storage), now in zip(whole, sizes, strict=False) if now < before]
     leaves = torch.utils._pytree.tree_leaves([vars(module) for module in model.modules()])
