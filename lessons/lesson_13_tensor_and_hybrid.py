@@ -390,8 +390,8 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
     mesh = make_mesh(device, shape[1])
     facts = {name: [] for name in ("messages", "rows", "losses", "grad_diffs", "weight_diffs")}
     whole = [(p.numel(), weakref.ref(p.untyped_storage())) for p in model.parameters()]
-    facts["moved"], move = 0, model.to
-    model.to = lambda *place: facts.update(moved=count(model)) or move(*place)
+    moved, move = [0], model.to
+    model.to = lambda *place: moved.append(count(model)) or move(*place)
     with Messages() as sent:
         after_step = watch(model, one_process, data, sent, shape[1], facts)
         handle = register_optimizer_step_post_hook(after_step)
@@ -399,6 +399,7 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
         losses = train(model, data, mesh, device, steps, batch_size, seed)
         handle.remove()
     everyone = from_all_ranks(losses)[:: shape[1]]  # of each replica once
+    facts["moved"] = max(moved)
     facts["split_losses"] = [sum(step) / len(step) for step in zip(*everyone, strict=True)]
     facts |= memory(model, whole) | by_library(mesh, device, data, seed)
     for name, group in zip(("tensor", "data"), groups_of(rank, shape), strict=True):

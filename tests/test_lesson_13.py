@@ -48,6 +48,7 @@ BREAKS = {
         "        n = dist.get_world_size(self.group)\n"
         "        dist.all_gather([weight.clone() for _ in range(n)], weight, group=self.group)\n"
         "        hidden = gelu(self.up(x))",
+        (4,),
     ),
     "each gradient reduced twice": (
         "            optimizer.step()",
@@ -58,7 +59,7 @@ BREAKS = {
         (4,),
     ),
     "no DDP": ("loss = mse_loss(averaged(", "loss = mse_loss(model(", (4,)),
-    "averaged over all": (', process_group=mesh.get_group("data"))', ")"),
+    "averaged over all": (', process_group=mesh.get_group("data"))', ")", (4,)),
     "no f": ("x = SumInBackward.apply(x, self.group)\n        hidden", "hidden"),
     "f three times": (
         "mixed = attend(self.query(x), self.key(x), self.value(x))\n        part",
@@ -70,6 +71,7 @@ BREAKS = {
     "hidden units and rows that do not belong together": (
         "my_part(layer.weight, 1, group)",
         "my_part(layer.weight.flip(1), 1, group)",
+        (4,),
     ),
     "another loss in the log": (
         "losses.append(loss.item())",

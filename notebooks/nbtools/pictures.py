@@ -215,31 +215,33 @@ PARTS = [("#56B4E9", ""), ("#E69F00", "////")]  # of rank 0, of rank 1
 
 
 def matrices(factors, title):
-    """Draw matrices in a row, those of rank 0 and rank 1 in colours; return the figure.
+    """Draw matrices in a row, what rank 0 and rank 1 have in colours; return the figure.
 
-    factors   [(sign in front, name, columns, rows, how it is cut)]: "columns", "rows", or None for
-              a matrix that is whole on both ranks
+    factors   [(sign in front, name, columns, rows, how it is cut)]: "columns", "rows", 0 or 1 for
+              what only that rank has, None for what is whole on both ranks
     """
+    looks = [*PARTS, ("#EEEEEE", "")]
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(WIDTH, 2.9))
+        figure, axes = plt.subplots(figsize=(WIDTH, 2.7))
         left = 0.0
         for sign, name, columns, rows, cut in factors:
             axes.text(left + 0.45, 0, sign, ha="center", va="center", fontsize=13)
             left += 0.9
-            for part, (colour, pattern) in enumerate(PARTS if cut else [("#EEEEEE", "")]):
+            whole = {0: looks[:1], 1: looks[1:2], None: looks[2:]}
+            for part, (colour, pattern) in enumerate(whole.get(cut, PARTS)):
                 width, height = columns / (1 + (cut == "columns")), rows / (1 + (cut == "rows"))
-                x = left + part * width * (cut == "columns")
-                y = rows / 2 - height - part * height * (cut == "rows")
+                x, y = left + part * width, rows / 2 - height
+                x, y = (left, y - part * height) if cut == "rows" else (x, y)
                 style = {"facecolor": colour, "hatch": pattern, "edgecolor": "black"}
                 axes.add_patch(plt.Rectangle((x, y), width, height, **style))
-            axes.text(left + columns / 2, -rows / 2 - 0.15, name, ha="center", va="top", fontsize=9)
+            axes.text(left + columns / 2, -rows / 2 - 0.12, name, ha="center", va="top", fontsize=9)
             left += columns
-        axes.set(xlim=(0, left + 0.3), ylim=(-3.1, 2.3), aspect="equal")
+        axes.set(xlim=(0, left + 0.3), ylim=(-2.2, 1.7), aspect="equal")
         names = ["rank 0", "rank 1", "whole on both ranks"]
-        looks = [*PARTS, ("#EEEEEE", "")]
         patches = [Patch(facecolor=c, hatch=h, edgecolor="black") for c, h in looks]
-        axes.legend(patches, names, loc="upper left", ncols=3, frameon=False, fontsize=9)
-        axes.set_title(title, loc="left", fontweight="bold")
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
+        axes.legend(patches, names, **place, borderpad=0, fontsize=9)
+        axes.set_title(title, loc="left", fontweight="bold", pad=26)
         axes.axis("off")
         figure.tight_layout()
     return figure
