@@ -3,7 +3,7 @@
 Tensor parallelism cuts the matrices: a layer by columns, the next one by rows, attention by heads.
 What stands between two cuts never travels; each half of a transformer block costs one all-reduce
 forward and one backward. Ranks that share a model can be one replica of several: a mesh of
-data x tensor, the hybrid. Gradients are compared with one process's; what is sent is counted.
+data x tensor, the hybrid. All is compared with one process, and every message is counted.
 
 Run it:   bash scripts/lesson_13.sh --nproc 4 [--data 2 --tensor 2]    (default: much tensor)
 Or alone: python lessons/lesson_13_tensor_and_hybrid.py    (a world of one)
@@ -21,13 +21,12 @@ Output to expect on a CPU:
 """
 
 import argparse
-import inspect
 import itertools
 import json
 import os
 import sys
+import weakref
 from datetime import timedelta
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.nn.functional import gelu, linear, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -156,17 +156,25 @@ def split_by_library(model, mesh):
     parallel.parallelize_module(model, mesh["tensor"], plan)
 
 
-def train(mesh, device, data, model, batch_size, seed=0):
-    """Train `model` on a mesh of data x tensor; yield its rows and loss after every update (D1).
+def make_mesh(device, tensor):
+    """Return the ranks as a table: one row for each replica, one column for each part.
 
-    Ranks 0, 1, ... are neighbours in the dimension "tensor", so they should share a machine.
+    The last name runs fastest: ranks 0, 1, ... are neighbours in "tensor", so they share a machine.
     """
+    shape = (dist.get_world_size() // tensor, tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+
+
+def train(model, data, mesh, device, steps, batch_size, seed=0):
+    """Train `model` on a mesh of data x tensor; return the losses of this rank's replica."""
     replicas, replica = mesh["data"].size(), mesh.get_local_rank("data")
     sampler = DistributedSampler(data, replicas, replica, seed=seed)  # replica: not the rank
     loader = DataLoader(data, batch_size // replicas, sampler=sampler)
-    split(model.to(device).blocks, mesh.get_group("tensor"))
+    split(model.blocks, mesh.get_group("tensor"))
+    model.to(device)  # after the cut: the whole model need not fit there
     averaged = DistributedDataParallel(model, process_group=mesh.get_group("data"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)  # after the cut: it has the parts
+    losses = []
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for rows, targets in loader:
@@ -174,7 +182,9 @@ def train(mesh, device, data, model, batch_size, seed=0):
             loss = mse_loss(averaged(rows.to(device)), targets.to(device))
             loss.backward()  # f's all-reduces among "tensor"; at the end DDP's, among "data"
             optimizer.step()
-            yield rows, targets, loss.detach()
+            losses.append(loss.item())
+            if len(losses) == steps:
+                return losses
 
 
 # --- The model: an ordinary transformer, for one process ---
@@ -248,22 +258,37 @@ class Transformer(nn.Module):
 # --- The proof ---
 
 
+ROWS = 512
+
+
+class Watched(TensorDataset):
+    """Rows and targets that write down which row numbers were asked for."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.asked = []
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return super().__getitem__(number)
+
+
 def make_problem(seed):
-    """Return (data, model), the same on every rank, in float64: 512 rows of 8 tokens, and targets.
+    """Return (data, model), the same on every rank, in float64: ROWS rows of 8 tokens, and targets.
 
     The targets are a fixed linear function of a row, plus noise: there is something to learn.
     """
     torch.manual_seed(seed)
-    rows = torch.randn(512, TOKENS, NUMBERS, dtype=torch.float64)
+    rows = torch.randn(ROWS, TOKENS, NUMBERS, dtype=torch.float64)
     targets = rows.mean(1) @ torch.randn(NUMBERS, 2, dtype=torch.float64)
-    targets += 0.1 * torch.randn(512, 2, dtype=torch.float64)
-    return TensorDataset(rows, targets), Transformer().double()
+    targets += 0.1 * torch.randn(ROWS, 2, dtype=torch.float64)
+    return Watched(rows, targets), Transformer().double()
 
 
-class AllReduces(TorchDispatchMode):
-    """Writes down [(group, bytes)] of the all-reduces that this rank calls, DDP's included.
+class Messages(TorchDispatchMode):
+    """Writes down what this rank sends, DDP's all-reduces too: [(kind, ranks of the group, bytes)].
 
-    Those in a group of one are left out: nothing is sent.
+    What is called in a group of one is left out: nothing is sent.
     """
 
     def __init__(self):
@@ -271,43 +296,88 @@ class AllReduces(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.name() == "c10d::allreduce_":
-            group = dist.ProcessGroup.unbox(args[1])
-            if group.size() > 1:
-                self.calls.append((group, sum(tensor.nbytes for tensor in args[0])))
+        if DTensor in types:
+            return NotImplemented  # DTensor's own collectives come here one by one
+        if function.namespace == "c10d":
+            self.note(function, args)
+        elif function.namespace == "_c10d_functional" and "group_name" in str(function._schema):
+            self.calls.append((function.name(), (), args[0].nbytes))  # DTensor's
         return function(*args, **(kwargs or {}))
 
+    def note(self, function, args):
+        """Write down a call of c10d, PyTorch's library of collectives."""
+        leaves = torch.utils._pytree.tree_leaves(args)
+        boxes = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        groups = [box for box in boxes if "ProcessGroup" in str(box._type())]
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0]))
+        if len(ranks) > 1:
+            nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.calls.append((function.name(), tuple(ranks), nbytes))
 
-def from_all_replicas(tensor, mesh):
-    """Return the tensors of all replicas, one below the other."""
-    gathered = [torch.empty_like(tensor) for _ in range(mesh["data"].size())]
-    dist.all_gather(gathered, tensor, group=mesh.get_group("data"))
-    return torch.cat(gathered)
+
+def from_all_ranks(value):
+    """Return [value of rank 0, value of rank 1, ...]."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def part_like(whole, mine, group):
+def joined(lists):
+    """Return one list of what is in several."""
+    return list(itertools.chain.from_iterable(lists))
+
+
+def count(model):
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def part_like(whole, mine, part):
     """Return this rank's part of `whole`, a tensor that was cut as `mine` was, if it was cut."""
-    cut = [dim for dim in range(mine.dim()) if mine.shape[dim] != whole.shape[dim]]
-    return my_part(whole, cut[0], group) if cut else whole
+    for dim in range(mine.dim()):
+        if mine.shape[dim] < whole.shape[dim]:
+            return whole.chunk(whole.shape[dim] // mine.shape[dim], dim)[part]
+    return whole
 
 
-def distance(model, one_process, group):
-    """Return the largest difference of any gradient on this rank to that of one process."""
-    differences = []
-    pairs = zip(model.parameters(), one_process.parameters(), strict=True)
-    for mine, whole in pairs:
-        gradient = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        differences.append((gradient - part_like(whole.grad, gradient, group)).abs().max())
-    return torch.stack(differences).max().item()
+def distance(tensors, whole, part):
+    """Return the largest difference of any tensor on this rank to that of one process."""
+    differences = [torch.full((), torch.inf if len(tensors) != len(whole) else 0.0)]
+    for mine, of_all in zip(tensors, whole, strict=False):
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        differences.append((mine - part_like(of_all, mine, part)).detach().abs().max().cpu())
+    return torch.stack(differences).max().item()  # nan, if one of them is
 
 
-def library_distance(mesh, device, rows, targets, seed):
-    """Return the distance of the gradients of the model that PyTorch has split."""
-    model, one_process = (make_problem(seed)[1].to(device) for _ in range(2))
-    split_by_library(model, mesh)
-    for network in (model, one_process):
-        mse_loss(network(rows), targets).backward()
-    return distance(model, one_process, mesh.get_group("tensor"))
+def gradients(model):
+    """Return the gradients of all parameters; one that nobody has computed is not a number."""
+    parameters = list(model.parameters())
+    return [p.grad if p.grad is not None else torch.full_like(p, torch.nan) for p in parameters]
+
+
+def watch(model, one_process, data, sent, tensor, facts):
+    """Return a hook: after each update, one process makes the same one, and all is compared."""
+    part = dist.get_rank() % tensor
+
+    def after_step(optimizer, args, kwargs):
+        facts["messages"].append(sent.calls.copy())
+        facts["rows"].append(from_all_ranks(data.asked))
+        numbers = joined(facts["rows"][-1][::tensor])  # of each replica once
+        device = next(one_process.parameters()).device
+        rows, targets = (whole[numbers].to(device) for whole in data.tensors)
+        one_process.zero_grad()
+        loss = mse_loss(one_process(rows), targets)
+        loss.backward()
+        facts["losses"].append(loss.item())
+        facts["grad_diffs"].append(distance(gradients(model), gradients(one_process), part))
+        with torch.no_grad():
+            for parameter in one_process.parameters():
+                parameter -= 0.03 * parameter.grad
+        both = list(model.parameters()), list(one_process.parameters())
+        facts["weight_diffs"].append(distance(*both, part))
+        data.asked, sent.calls = [], []
+
+    return after_step
 
 
 def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
@@ -315,60 +385,156 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
 
     (So each rank has a whole model as well. That is the proof, not the technique.)
     """
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     (data, model), (_, one_process) = make_problem(seed), make_problem(seed)
     one_process.to(device)
-    optimizer = torch.optim.SGD(one_process.parameters(), lr=0.03)
-    training = train(mesh, device, data, model, batch_size, seed)
-    facts = {"library_diff": 0.0, "grad_diffs": [], "losses": [], "loss_diffs": []}
-    for step in range(steps):
-        with AllReduces() as sent:
-            *mine, loss_here = next(training)
-        rows, targets = (from_all_replicas(part.to(device), mesh) for part in mine)
-        if step == 0:
-            facts["library_diff"] = library_distance(mesh, device, rows, targets, seed)
-        optimizer.zero_grad()
-        loss = mse_loss(one_process(rows), targets)
-        loss.backward()
-        optimizer.step()
-        split_loss = from_all_replicas(loss_here.view(1), mesh).mean()
-        facts["losses"].append(split_loss.item())
-        facts["loss_diffs"].append((split_loss - loss).abs().item())
-        facts["grad_diffs"].append(distance(model, one_process, mesh.get_group("tensor")))
-    facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    facts |= {"rows": len(mine[0]), "place": mesh.get_coordinate()}
-    for name in ("data", "tensor"):
-        facts[name] = [size for group, size in sent.calls if group == mesh.get_group(name)]
-    return facts
+    mesh = make_mesh(device, shape[1])
+    facts = {name: [] for name in ("messages", "rows", "losses", "grad_diffs", "weight_diffs")}
+    whole = [(p.numel(), weakref.ref(p.untyped_storage())) for p in model.parameters()]
+    moved, move = [0], model.to
+    model.to = lambda *place: moved.append(count(model)) or move(*place)
+    with Messages() as sent:
+        after_step = watch(model, one_process, data, sent, shape[1], facts)
+        handle = register_optimizer_step_post_hook(after_step)
+        first = model.register_forward_pre_hook(lambda *_: sent.calls.clear() or first.remove())
+        losses = train(model, data, mesh, device, steps, batch_size, seed)
+        handle.remove()
+    everyone = from_all_ranks(losses)[:: shape[1]]  # of each replica once
+    facts["moved"] = max(moved)
+    facts["split_losses"] = [sum(step) / len(step) for step in zip(*everyone, strict=True)]
+    facts |= memory(model, whole) | by_library(mesh, device, data, seed)
+    for name, group in zip(("tensor", "data"), groups_of(rank, shape), strict=True):
+        last = facts["messages"][-1] if facts["messages"] else []
+        facts[name] = [n for kind, ranks, n in last if (kind, ranks) == ("c10d::allreduce_", group)]
+    return facts | {"problem": problem_of(facts, rank, shape, steps, batch_size)}
+
+
+def memory(model, whole):
+    """Return how many parameters this rank holds, in how many bytes, and what else is alive.
+
+    whole: (size, weak reference to its memory) of each parameter before the cut.
+    """
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    cut = [storage() for (before, storage), now in zip(whole, sizes, strict=False) if now < before]
+    leaves = torch.utils._pytree.tree_leaves([vars(module) for module in model.modules()])
+    storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    alive = sum(each is not None for each in cut)
+    return {"parameters": sum(sizes), "bytes_kept": sum(kept.values()), "wholes_alive": alive}
+
+
+def by_library(mesh, device, data, seed):
+    """Return the distance of gradients of the model that PyTorch has split, and its messages."""
+    rows, targets = (tensor[:32].to(device) for tensor in data.tensors)
+    model, one_process = (make_problem(seed)[1].to(device) for _ in range(2))
+    split_by_library(model, mesh)
+    with Messages() as sent:
+        mse_loss(model(rows), targets).backward()
+    mse_loss(one_process(rows), targets).backward()
+    part = mesh.get_local_rank("tensor")
+    off = distance(gradients(model), gradients(one_process), part)
+    parts = [p for p in model.parameters() if isinstance(p, DTensor)]
+    ranks = {tuple(part.device_mesh.mesh.tolist()) for part in parts}
+    return {
+        "library_diffs": [off],
+        "library_ranks": ranks,
+        "library_messages": [kind for kind, *_ in sent.calls],
+    }
+
+
+def problem_of(facts, rank, shape, steps, batch_size):
+    """Return what is wrong with the rows, the messages or the memory of this rank, or None."""
+    wrong = wrong_rows(facts["rows"], shape, batch_size)
+    for step, (sent, dealt) in enumerate(zip(facts["messages"], facts["rows"], strict=True)):
+        if step == 1:  # DDP has seen the order of the gradients, and rank 0's is made everybody's
+            sent = [call for call in sent if call[0] != "c10d::broadcast_" or call[2] > 1000]
+        wrong = wrong or wrong_messages(sent, len(dealt[rank]), rank, shape, facts["parameters"])
+    if facts["bytes_kept"] != 8 * facts["parameters"] or facts["wholes_alive"]:
+        held = f"{facts['parameters']:,} parameters in {facts['bytes_kept']:,} bytes"
+        alive = f"{facts['wholes_alive']} whole ones are still there"
+        wrong = wrong or f"it holds {held}, and {alive}"
+    if facts["moved"] > facts["parameters"]:
+        wrong = wrong or "the model was moved to the device before it was cut"
+    calls, lies_on = facts["library_messages"], facts["library_ranks"]
+    if calls != ["_c10d_functional::all_reduce"] * 4 * BLOCKS * (shape[1] > 1):
+        wrong = wrong or f"the library sends {len(calls)} times"
+    if lies_on != {groups_of(rank, shape)[0]}:
+        wrong = wrong or f"the library deals its parts out to {sorted(lies_on)}"
+    if [len(facts["rows"]), len(facts["split_losses"])] != [steps, steps]:
+        wrong = wrong or f"{len(facts['rows'])} updates were made, not {steps}"
+    return wrong and f"rank {rank}: {wrong}"
+
+
+def groups_of(rank, shape):
+    """Return the ranks that hold the other parts of this rank's replica, and its part elsewhere."""
+    replicas, parts = shape
+    first = rank // parts * parts  # neighbours, so that they share a machine
+    return tuple(range(first, first + parts)), tuple(range(rank % parts, replicas * parts, parts))
+
+
+def wrong_messages(sent, rows, rank, shape, parameters):
+    """Return what is wrong with what a rank has sent in a step of `rows` rows, or None."""
+    replicas, parts = shape
+    neighbours, others = groups_of(rank, shape)
+    sums = [nbytes for kind, ranks, nbytes in sent if ranks == neighbours]
+    means = [nbytes for kind, ranks, nbytes in sent if ranks == others]
+    if kinds := {kind for kind, *_ in sent} - {"c10d::allreduce_"}:
+        return f"sends {sorted(kinds)}, not only all-reduces"
+    if strangers := {ranks for _, ranks, _ in sent} - {neighbours, others}:
+        return f"adds up with ranks {sorted(strangers)}, not with {neighbours} and {others}"
+    if sums != [rows * TOKENS * WIDTH * 8] * (4 * BLOCKS * (parts > 1)):
+        return f"adds up {len(sums)} times with {neighbours}, {sum(sums):,} bytes in all"
+    if sum(means) != parameters * 8 * (replicas > 1):
+        return f"averages {sum(means):,} bytes with {others}, not each gradient once"
+    return None
+
+
+def wrong_rows(dealt, shape, batch_size):
+    """Return what is wrong with the rows, or None. dealt[step][rank]: the row numbers."""
+    replicas, parts = shape
+    share, batch = -(-ROWS // replicas), batch_size // replicas  # rows of a replica
+    steps, first = -(-share // batch), None  # in an epoch
+    for begin in range(0, len(dealt), steps):
+        epoch = dealt[begin : begin + steps]
+        for place, step in enumerate(epoch):
+            if any(step[rank] != step[rank // parts * parts] for rank in range(len(step))):
+                return "the parts of a replica do not have the same rows"
+            if place < steps - 1 and len(set(joined(step[::parts]))) < len(joined(step[::parts])):
+                return "a row is dealt to two replicas in the same step"
+            if {len(rows) for rows in step} != {min(batch, share - place * batch)}:
+                return f"a replica takes {len(step[0])} rows of {batch_size} over {replicas}"
+        batches = [joined(step[::parts]) for step in epoch]
+        seen = joined(batches)
+        if len(set(seen)) < min(len(seen), ROWS):
+            return f"an epoch deals {len(seen)} rows, of which {len(set(seen))} are different"
+        first = first or batches
+        again = [set(one) == set(other) for one, other in zip(batches, first, strict=False)]
+        if begin and len(seen) > 7 and all(again):
+            return "a later epoch has the batches of the first one"
+    return None
+
+
+def worst(differences):
+    """Return the largest difference: not a number, if one of them is, or if there is none."""
+    return torch.tensor(differences or [torch.nan]).max().item()
 
 
 def collect(facts):
-    """Gather what all ranks have measured; return one dict, the same on every rank."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts)
-    diffs = [diff for theirs in everyone for diff in theirs["grad_diffs"]]
-    result = {"max_grad_diff": torch.tensor(diffs).max().item()}  # nan, if one of them is
-    diffs = [diff for theirs in everyone for diff in theirs["loss_diffs"]]
-    result["max_loss_diff"] = torch.tensor(diffs).max().item()
-    library = torch.tensor([theirs["library_diff"] for theirs in everyone])
-    result["library_diff"] = library.max().item()
-    result["loss_first"], result["loss_last"] = facts["losses"][0], facts["losses"][-1]
-    result["parameters_per_rank"] = [theirs["parameters"] for theirs in everyone]
-    result["places"] = [theirs["place"] for theirs in everyone]
-    counts = [{name: len(theirs[name]) for name in ("data", "tensor")} for theirs in everyone]
-    sizes = [{name: sum(theirs[name]) for name in ("data", "tensor")} for theirs in everyone]
-    result["all_reduces_per_step"], result["bytes_per_step"] = counts, sizes
-    return result
-
-
-def counted_right(result, rows):
-    """Return whether each block made two all-reduces forward and two backward, of x's size."""
-    count = 4 * BLOCKS * (result["mesh"]["tensor"] > 1)
-    size = count * rows * TOKENS * WIDTH * 8  # bytes: float64
-    counts = [theirs["tensor"] for theirs in result["all_reduces_per_step"]]
-    sizes = [theirs["tensor"] for theirs in result["bytes_per_step"]]
-    ranks = result["world_size"]
-    return counts == [count] * ranks and sizes == [size] * ranks
+    """Gather what all ranks have measured; return the numbers, and what is wrong or None."""
+    everyone = from_all_ranks(facts)
+    off, names = {}, ("data", "tensor")
+    for name in ("grad", "weight", "library"):
+        off[name] = worst([diff for theirs in everyone for diff in theirs[f"{name}_diffs"]])
+    pairs = zip(facts["split_losses"], facts["losses"], strict=False)
+    off["loss"] = worst([abs(split - whole) for split, whole in pairs])
+    numbers = {"max_grad_diff": off["grad"], "max_loss_diff": off["loss"]}
+    first, *_, last = facts["split_losses"] * 2 or [torch.nan] * 2
+    numbers |= {"library_diff": off["library"], "loss_first": first, "loss_last": last}
+    numbers["parameters_per_rank"] = [theirs["parameters"] for theirs in everyone]
+    numbers["all_reduces_per_step"] = [{n: len(theirs[n]) for n in names} for theirs in everyone]
+    numbers["bytes_per_step"] = [{n: sum(theirs[n]) for n in names} for theirs in everyone]
+    wrong = [theirs["problem"] for theirs in everyone if theirs["problem"]]
+    wrong += [f"{name} off by {diff:.3g}" for name, diff in off.items() if not diff < 1e-12]
+    return numbers, wrong[0] if wrong else None
 
 
 def report(result):
@@ -376,12 +542,11 @@ def report(result):
     mesh, ranks = result["mesh"], result["world_size"]
     shape = f"{mesh['data']} (data) x {mesh['tensor']} (tensor) = {ranks} ranks"
     print(f"mesh: {shape}, over {result['backend']} on {result['device']}")
-    whole = sum(parameter.numel() for parameter in Transformer().parameters())
+    whole = count(Transformer())
     for rank, (replica, part) in enumerate(result["places"]):
         place = f"replica {replica}, part {part}, {HEADS // mesh['tensor']} of {HEADS} heads"
-        print(
-            f"rank {rank}: {place}, {result['parameters_per_rank'][rank]:,} of {whole:,} parameters"
-        )
+        held = result["parameters_per_rank"][rank]
+        print(f"rank {rank}: {place}, {held:,} of {whole:,} parameters")
     counts, sizes = result["all_reduces_per_step"][0], result["bytes_per_step"][0]
     for name, peers in (("tensor", "the other parts"), ("data", "the other replicas")):
         print(f"all-reduces per step with {peers}: {counts[name]}, of {sizes[name]:,} bytes in all")
@@ -393,53 +558,67 @@ def report(result):
     print(f"loss of the split model: {losses}; {off}")
 
 
-def mesh_shape(data, tensor):
+def main(args):
+    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
+    rank, world_size, device = join_group()
+    data, tensor = args.data, args.tensor
+    options = args.steps, args.batch_size, args.seed
+    facts = measure(rank, world_size, device, (data, tensor), *options)
+    result = {"lesson": 13, "world_size": world_size, "backend": dist.get_backend()}
+    result |= {"device": device.type, "mesh": {"data": data, "tensor": tensor}}
+    result |= {"steps": args.steps, "places": [divmod(r, tensor) for r in range(world_size)]}
+    numbers, wrong = collect(facts)
+    dist.destroy_process_group()  # a rank that failed has left without this: see lesson 03
+    if rank == 0:
+        report(result | numbers)
+    if len(facts["rows"]) != args.steps:
+        wrong = wrong or f"{len(facts['rows'])} updates, not {args.steps}"
+    claim = f"gradients differ from those of one process by at most {numbers['max_grad_diff']:.3g}"
+    claim += f"; {4 if tensor > 1 else 0} all-reduces in each block"
+    return wrong is None, wrong or claim, result | numbers
+
+
+def mesh_shape(data, tensor, ranks):
     """Return (data, tensor) with what was not given filled in: as much tensor as HEADS allow."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if data == tensor == 0:
+    if data is tensor is None:
         tensor = max(n for n in range(1, ranks + 1) if ranks % n == HEADS % n == 0)
     return data or ranks // tensor, tensor or ranks // data
 
 
-def refuse(batch_size, data, tensor, **others):
-    """Return what is wrong with the flags, or None."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    for flag, given in (("--data", data), ("--tensor", tensor)):
+def what_does_not_fit(args, ranks):
+    """Return what is wrong with flags that belong together, or None; fill in the mesh."""
+    for flag, given in (("--data", args.data), ("--tensor", args.tensor)):
         if given and ranks % given:
             return f"{flag}: {given} does not divide the number of ranks, {ranks}"
-    data, tensor = mesh_shape(data, tensor)
-    if data * tensor != ranks:
-        return f"--data: {data} x {tensor} (--tensor) is not the number of ranks, {ranks}"
-    if HEADS % tensor:
-        return f"--tensor: the {HEADS} heads can't be dealt out to {tensor} ranks"
-    if batch_size < data:
-        return f"--batch-size: must be at least the number of replicas, {data}"
+    args.data, args.tensor = mesh_shape(args.data, args.tensor, ranks)
+    if args.data * args.tensor != ranks:
+        return f"--data: {args.data} x {args.tensor} (--tensor) is not the number of ranks, {ranks}"
+    if HEADS % args.tensor:
+        return f"--tensor: the {HEADS} heads can't be dealt out to {args.tensor} ranks"
+    if args.batch_size < args.data:
+        return f"--batch-size: must be at least the number of replicas, {args.data}"
     return None
 
 
-def main(
-    steps: range(1, 10**6) = 20,
-    batch_size: range(1, 10**6) = 32,
-    seed: range(2**32) = 0,
-    data: range(65) = 0,
-    tensor: range(65) = 0,
-):
-    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
-    rank, world_size, device = join_group()
-    data, tensor = mesh_shape(data, tensor)
-    facts = measure(rank, world_size, device, (data, tensor), steps, batch_size, seed)
-    result = {"lesson": 13, "world_size": world_size, "backend": dist.get_backend()}
-    result |= {"device": device.type, "mesh": {"data": data, "tensor": tensor}, "steps": steps}
-    result |= collect(facts)
-    dist.destroy_process_group()  # a rank that failed has left without this: see lesson 03
-    if rank == 0:
-        report(result)
-    worst = result["max_grad_diff"]
-    equal = max(worst, result["max_loss_diff"], result["library_diff"]) < 1e-12
-    counted = counted_right(result, facts["rows"])
-    claim = f"gradients differ from those of one process by at most {worst:.3g}"
-    claim += f"; {4 if tensor > 1 else 0} all-reduces in each block"
-    return equal and counted, claim, result
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    many, all_rows = whole(1, 10**6), "rows of a step, of all replicas together: %(default)s"
+    parser.add_argument("--steps", type=many, default=20, help="%(default)s")
+    parser.add_argument("--batch-size", type=many, default=32, help=all_rows)
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    replicas = "number of replicas; if not given: what --tensor leaves"
+    parser.add_argument("--data", type=whole(1, 64), help=replicas)
+    parts = f"number of parts of a replica; if not given: as many as divide the {HEADS} heads"
+    parser.add_argument("--tensor", type=whole(1, 64), help=parts)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args(argv)
+    if problem := what_does_not_fit(args, int(os.environ.get("WORLD_SIZE", 1))):
+        parser.error(f"argument {problem}")
+    return args
 
 
 # --- The frame: the same in every lesson ---
@@ -465,34 +644,27 @@ def join_group(backend=None, store=None):
     return rank, world_size, device
 
 
-def start(main, refuse=lambda **flags: None):
-    """Run main with flags made from its arguments; return 0 (PASS) or 1 (FAIL), or exit with 2."""
-    rank_0 = os.environ.get("RANK", "0") == "0"  # it speaks for all
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text[:300]}\n" * rank_0)
-    arguments = inspect.signature(main).parameters
-    for name, argument in arguments.items():
-        options = {"type": type(argument.default), "default": argument.default, "metavar": "X"}
-        parser.add_argument("--" + name.replace("_", "-"), **options, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--check", action="store_true", help="check the flags, start nothing")
-    values = vars(parser.parse_args())
-    flags = {name: values[name] for name in arguments}
-    for name, value in flags.items():
-        allowed = get_args(arguments[name].annotation) or arguments[name].annotation
-        if value not in allowed:
-            parser.error(f"argument --{name.replace('_', '-')}: must be in {allowed}, not {value}")
-    if problem := refuse(**flags):
-        parser.error(f"argument {problem}")
-    if values["check"]:
-        return 0
-    passed, claim, result = main(**flags)
-    if rank_0:
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
         print("PASS" if passed else "FAIL", claim)
-        print(json.dumps(result | {"passed": passed}) + "\n" if values["json"] else "", end="")
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(start(main, refuse))
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

@@ -1,8 +1,7 @@
 """Lesson 13: layers cut by columns and rows, replicas of that, and what it costs."""
 
-import re
+import functools
 import sys
-from unittest.mock import patch
 
 import cloudpickle
 import lesson_11_how_fast as how_fast
@@ -10,18 +9,83 @@ import lesson_13_tensor_and_hybrid as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_lesson
+from conftest import run_lesson, run_warm
 from nbtools import run
-from torch import nn
-from torch.nn.functional import gelu
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
 BLOCK = lesson.TOKENS * lesson.WIDTH * 8  # bytes of x for one row, in float64
+
+# Meshes of 2 x 2 and 2 x 3; a replica has an epoch of five steps, the last one smaller.
+BREAKS_RUN = {"ranks": (4, 6), "flags": ["--data", "2", "--batch-size", "120", "--steps", "7"]}
+BREAKS = {
+    "the same rows on all replicas": ("(data, replicas, replica, seed=seed)", "(data, 1, 0)", (4,)),
+    "rows by rank": ("(data, replicas, replica, seed=seed)", "(data, seed=seed)", (4,)),
+    "an order of its own on each rank": ("seed=seed)  #", "seed=dist.get_rank())  #", (4,)),
+    "no new order": ("sampler.set_epoch(epoch)", "pass", (4,)),
+    "a global batch twice as large": (
+        "batch_size // replicas,",
+        "2 * batch_size // replicas,",
+        (4,),
+    ),
+    "rows left out": ("sampler=sampler)", "sampler=sampler, drop_last=True)", (4,)),
+    "the mesh turned round": (
+        '(device.type, shape, mesh_dim_names=("data", "tensor"))',
+        '(device.type, shape[::-1], mesh_dim_names=("tensor", "data"))',
+        (4,),
+    ),
+    "parts that are views": ("[dist.get_rank(group)].clone()", "[dist.get_rank(group)]", (4,)),
+    "whole matrices are kept": (
+        "    mine.weight = my_part(layer.weight, 1, group)",
+        "    mine.weight = my_part(layer.weight, 1, group)\n    mine.whole = layer.weight.detach()",
+        (4,),
+    ),
+    "weights gathered in forward": (
+        "        hidden = gelu(self.up(x))",
+        "        weight = self.up.weight.detach()\n"
+        "        n = dist.get_world_size(self.group)\n"
+        "        dist.all_gather([weight.clone() for _ in range(n)], weight, group=self.group)\n"
+        "        hidden = gelu(self.up(x))",
+        (4,),
+    ),
+    "each gradient reduced twice": (
+        "            optimizer.step()",
+        "            for parameter in model.parameters():\n"
+        "                dist.all_reduce(parameter.grad, group=mesh.get_group('data'))\n"
+        "                parameter.grad /= replicas\n"
+        "            optimizer.step()",
+        (4,),
+    ),
+    "no DDP": ("loss = mse_loss(averaged(", "loss = mse_loss(model(", (4,)),
+    "averaged over all": (', process_group=mesh.get_group("data"))', ")", (4,)),
+    "no f": ("x = SumInBackward.apply(x, self.group)\n        hidden", "hidden"),
+    "f three times": (
+        "mixed = attend(self.query(x), self.key(x), self.value(x))\n        part",
+        "one, two = (SumInBackward.apply(x, self.group) for _ in range(2))\n"
+        "        mixed = attend(self.query(x), self.key(one), self.value(two))\n        part",
+        (4,),
+    ),
+    "bias on every rank": ("linear(hidden, self.down.weight)", "self.down(hidden)"),
+    "hidden units and rows that do not belong together": (
+        "my_part(layer.weight, 1, group)",
+        "my_part(layer.weight.flip(1), 1, group)",
+        (4,),
+    ),
+    "another loss in the log": (
+        "losses.append(loss.item())",
+        "losses.append(2 * loss.item())",
+        (4,),
+    ),
+    "no update": ("            optimizer.step()\n", "            pass\n", (4,)),
+    "moved whole to the device": (
+        "    split(model.blocks,",
+        "    split(model.to(device).blocks,",
+        (4,),
+    ),
+    "a plan without PrepareModuleInput": ('plan["blocks.*.attention"] =', "_ =", (4,)),
+}
 
 
 # --- The whole script ---
@@ -35,146 +99,54 @@ def test_default_run(default_run):
     assert result["all_reduces_per_step"] == [{"data": 0, "tensor": 8}] * 2
     assert result["bytes_per_step"] == [{"data": 0, "tensor": 8 * 32 * BLOCK}] * 2
     whole = sum(parameter.numel() for parameter in lesson.Transformer().parameters())
-    assert [whole * 0.5 < held < whole * 0.52 for held in result["parameters_per_rank"]] == [
-        True
-    ] * 2
+    assert all(whole * 0.5 < held < whole * 0.52 for held in result["parameters_per_rank"])
     assert result["loss_last"] < result["loss_first"] / 2
 
 
-SHAPES = [(1, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 4)]
+@functools.cache
+def facts_of(shape):
+    return run(lesson.measure, shape[0] * shape[1], CPU, shape, 2, deadline=200)
 
 
 @pytest.mark.claim("D1")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (1, 4), (3, 1), (2, 2)], ids=str)
 def test_each_mesh_has_the_gradients_of_one_process_and_sends_what_it_should(shape):
     data, tensor = shape
-    for rank, facts in enumerate(run(lesson.measure, data * tensor, CPU, shape, 2, deadline=200)):
-        assert tuple(facts["place"]) == divmod(rank, tensor)  # neighbours share a model
-        assert max(facts["grad_diffs"]) < 1e-12 and facts["library_diff"] < 1e-12
+    for facts in facts_of(shape):
+        assert facts["problem"] is None
+        assert max(facts["grad_diffs"] + facts["weight_diffs"] + facts["library_diffs"]) < 1e-12
         assert facts["tensor"] == [32 // data * BLOCK] * (8 if tensor > 1 else 0)
         assert facts["data"] == ([facts["parameters"] * 8] if data > 1 else [])
 
 
 @pytest.mark.claim("D3")
 def test_parameters_shrink_with_the_parts_and_bytes_do_not():
-    held, handed_in = {}, {}
-    for n in (2, 4):
-        facts = run(lesson.measure, n, CPU, (1, n), 1, deadline=100)[0]
-        held[n], handed_in[n] = facts["parameters"], sum(facts["tensor"])
-    assert held[4] < 0.53 * held[2] and handed_in[4] == handed_in[2]
-    sent = {n: how_fast.all_reduce_cost(n, handed_in[n])[1] for n in (2, 4)}
+    two, four = facts_of((1, 2))[0], facts_of((1, 4))[0]
+    assert four["parameters"] < 0.53 * two["parameters"]
+    handed_in = sum(two["tensor"])
+    assert sum(four["tensor"]) == handed_in
+    sent = {n: how_fast.all_reduce_cost(n, handed_in)[1] for n in (2, 4)}
     assert sent[4] == 1.5 * sent[2]  # each rank computes half as much, and sends more
 
 
-# --- Main fails without the technique ---
+AROUND = """
+dist.init_process_group("gloo")
+cpu = torch.device("cpu")
+torch.manual_seed(0)
+rows = torch.randn(64, TOKENS, NUMBERS)
+model = Transformer()
+mesh = make_mesh(cpu, tensor=2)
+losses = train(model, TensorDataset(rows, rows.mean(1)[:, :2]), mesh, cpu, steps=30, batch_size=32)
+print(losses[-1] < losses[0] / 2, len(losses), tuple(model.blocks[0].mlp.up.weight.shape))
+dist.destroy_process_group()
+"""
 
 
-def forget_f():
-    lesson.SumInBackward.apply = lambda x, group: x
-
-
-def forget_g():
-    lesson.SumInForward.apply = lambda part, group: part
-
-
-def sum_both_ways():
-    right = lesson.SumInForward.apply
-    lesson.SumInForward.apply = lambda part, group: right(
-        lesson.SumInBackward.apply(part, group), group
-    )
-
-
-def bias_on_every_rank():
-    def forward(self, x):
-        hidden = gelu(self.up(lesson.SumInBackward.apply(x, self.group)))
-        return lesson.SumInForward.apply(self.down(hidden), self.group)
-
-    lesson.SplitMLP.forward = forward
-
-
-def cut_rows_where_columns_belong():
-    """Give each rank other columns in `down` than it has hidden units."""
-    my_part = lesson.my_part
-
-    def part(tensor, dim, group):
-        return my_part(tensor.flip(1) if dim == 1 else tensor, dim, group)
-
-    lesson.my_part = part
-
-
-def average_over_all():
-    lesson.DistributedDataParallel = lambda model, process_group: DistributedDataParallel(model)
-
-
-def do_not_average():
-    lesson.DistributedDataParallel = lambda model, process_group: model
-
-
-def deal_rows_by_rank():
-    lesson.DistributedSampler = lambda data, *_, seed: DistributedSampler(data, seed=seed)
-
-
-def f_three_times():
-    """Right numbers, more messages than needed: each of query, key and value adds up its own."""
-
-    def forward(self, x):
-        three = [lesson.SumInBackward.apply(x, self.group) for _ in range(3)]
-        layers = (self.query, self.key, self.value)
-        mixed = lesson.attend(*(layer(copy) for layer, copy in zip(layers, three, strict=True)))
-        part = lesson.linear(mixed, self.out.weight)
-        return lesson.SumInForward.apply(part, self.group) + self.out.bias
-
-    lesson.SplitAttention.forward = forward
-
-
-def another_answer_of_the_library():
-    lesson.library_distance = lambda *_: 1e-9
-
-
-def do_not_learn():
-    """Let the optimizer of the split model, and only that one, do nothing."""
-    train = lesson.train
-
-    def train_without_updates(*arguments):
-        training = train(*arguments)
-        while True:
-            with patch.object(torch.optim.SGD, "step", lambda self: None):
-                seen = next(training)
-            yield seen
-
-    lesson.train = train_without_updates
-
-
-def another_loss():
-    right = lesson.train
-    lesson.train = lambda *arguments: ((*rows, 0.9 * loss) for *rows, loss in right(*arguments))
-
-
-def main_with(rank, world_size, change, shape):
-    """Run main() on a rank, whose group exists already, after one change of the technique."""
-    change()
-    here = {"join_group": lambda: (rank, world_size, CPU), "report": lambda _: None}
-    with patch.multiple(lesson, **here):
-        data, tensor = shape
-        return lesson.main(steps=2, data=data, tensor=tensor)[0]
-
-
-def nothing():
-    pass
-
-
-CHANGES = [(nothing, (2, 2)), (forget_f, (1, 2)), (forget_g, (1, 2)), (sum_both_ways, (1, 2))]
-CHANGES += [(bias_on_every_rank, (1, 2)), (cut_rows_where_columns_belong, (1, 2))]
-CHANGES += [(average_over_all, (2, 2)), (do_not_average, (2, 1)), (deal_rows_by_rank, (1, 2))]
-CHANGES += [(f_three_times, (1, 2)), (another_answer_of_the_library, (1, 1))]
-CHANGES += [(do_not_learn, (1, 2)), (another_loss, (2, 1))]
-
-
-@pytest.mark.claim("D1")
-@pytest.mark.parametrize("change, shape", CHANGES, ids=lambda value: getattr(value, "__name__", ""))
-def test_main_fails_when_a_technique_is_removed(change, shape):
-    ranks = shape[0] * shape[1]
-    assert run(main_with, ranks, change, shape, deadline=200) == [change is nothing] * ranks
+def test_the_technique_runs_in_a_file_of_its_own(tmp_path):
+    source = lesson.__loader__.get_source(lesson.__name__)
+    copied = source[source.index("\nimport ") : source.index("# --- The proof ---")]
+    (tmp_path / "mine.py").write_text(copied + AROUND)
+    assert run_warm(tmp_path / "mine.py", 2) == [(0, "True 30 (96, 48)\n")] * 2
 
 
 # --- The operators ---
@@ -197,73 +169,38 @@ def test_f_sums_backward_only_and_g_forward_only_and_neither_changes_its_input()
         assert seen == [[rank + 1.0], [3.0], [6.0], [1.0]]
 
 
-def split_and_put_together(rank, world_size):
-    """Return the differences of a layer to its parts, put together again."""
-    layer = nn.Linear(6, 12)
-    dist.broadcast(layer.weight.data, 0)
-    dist.broadcast(layer.bias.data, 0)
-    by_columns = lesson.by_columns(layer, dist.group.WORLD)
-    by_rows = lesson.by_rows(layer, dist.group.WORLD)
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, (by_columns.weight, by_columns.bias, by_rows.weight))
-    columns, biases, rows = zip(*everyone, strict=True)
-    equal = [
-        torch.equal(torch.cat(columns), layer.weight),
-        torch.equal(torch.cat(biases), layer.bias),
-    ]
-    equal += [torch.equal(torch.cat(rows, 1), layer.weight), torch.equal(by_rows.bias, layer.bias)]
-    by_columns.weight.data.zero_()  # of its own memory, not a view of the whole layer
-    return equal, (layer.weight != 0).all().item(), repr(by_columns), repr(by_rows)
-
-
-def test_parts_make_the_whole_layer_and_do_not_keep_it_in_memory():
-    for equal, untouched, columns, rows in run(split_and_put_together, 3):
-        assert equal == [True] * 4 and untouched
-        assert "in_features=6, out_features=4" in columns
-        assert "in_features=2, out_features=12" in rows
-
-
 # --- Flags ---
 
 
-def answer(monkeypatch, ranks, batch_size=32, data=0, tensor=0):
+def mesh_of(monkeypatch, ranks, *flags):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    return lesson.refuse(batch_size=batch_size, data=data, tensor=tensor)
+    args = lesson.parse_args([str(flag) for flag in flags])
+    return args.data, args.tensor
 
 
 def test_any_number_of_ranks_has_a_default_mesh(monkeypatch):
     for ranks in range(1, 65):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        data, tensor = lesson.mesh_shape(0, 0)
+        data, tensor = mesh_of(monkeypatch, ranks, "--batch-size", 64)
         assert data * tensor == ranks and lesson.HEADS % tensor == 0
-        assert answer(monkeypatch, ranks, batch_size=64) is None
     meshes = {1: (1, 1), 2: (1, 2), 4: (1, 4), 5: (5, 1), 8: (2, 4)}
-    for ranks, mesh in meshes.items():
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        assert lesson.mesh_shape(0, 0) == mesh
+    assert {ranks: mesh_of(monkeypatch, ranks) for ranks in meshes} == meshes
 
 
-def test_meshes_that_do_not_fit_are_refused(monkeypatch):
-    assert answer(monkeypatch, 6, data=3) is answer(monkeypatch, 6, tensor=2) is None
-    assert answer(monkeypatch, 8, data=2, tensor=4) is None
-    wrong = {"--data: 3 does not divide": {"ranks": 4, "data": 3}}
-    wrong["--tensor: 4 does not divide"] = {"ranks": 6, "tensor": 4}
-    wrong["2 x 2 (--tensor) is not the number of ranks, 8"] = {"ranks": 8, "data": 2, "tensor": 2}
-    wrong["the 12 heads can't be dealt out to 8 ranks"] = {"ranks": 8, "tensor": 8}
-    wrong["the 12 heads can't be dealt out to 5 ranks"] = {"ranks": 5, "data": 1}
-    wrong["--batch-size: must be at least the number of replicas, 4"] = {
-        "ranks": 4,
-        "data": 4,
-        "batch_size": 3,
-    }
+def test_meshes_that_do_not_fit_cost_one_line(monkeypatch, capsys):
+    assert mesh_of(monkeypatch, 6, "--data", 3) == (3, 2) == mesh_of(monkeypatch, 6, "--tensor", 2)
+    wrong = {"--data: 3 does not divide": (4, "--data", 3, "--tensor", 2)}
+    wrong["--data: must be a whole number from 1"] = (4, "--data", 0)
+    wrong["--tensor: 4 does not divide"] = (6, "--tensor", 4)
+    wrong["2 x 2 (--tensor) is not the number of ranks, 8"] = (8, "--data", 2, "--tensor", 2)
+    wrong["the 12 heads can't be dealt out to 8 ranks"] = (8, "--tensor", 8)
+    wrong["the 12 heads can't be dealt out to 5 ranks"] = (5, "--data", 1)
+    too_small = (4, "--data", 4, "--batch-size", 3)
+    wrong["--batch-size: must be at least the number of replicas, 4"] = too_small
     for words, flags in wrong.items():
-        assert words in answer(monkeypatch, **flags), flags
-
-
-def test_a_mesh_that_does_not_fit_costs_one_line_and_no_rank_is_started():
-    finished = run_lesson(13, "--nproc", 4, "--data", 3, "--tensor", 2)
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert re.fullmatch(r".*error: argument --data: 3 does not divide .*\n", finished.stderr)
+        with pytest.raises(SystemExit, match="2"):
+            mesh_of(monkeypatch, *flags)
+        stderr = capsys.readouterr().err
+        assert words in stderr and stderr.count("\n") == 1, stderr
 
 
 @pytest.mark.gpu

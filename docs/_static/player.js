@@ -134,8 +134,8 @@ function sum(numbers) {
 // --- Figures ---
 
 const ARROW = "#D55E00";
-const FILLS = { compute: "#56B4E9", send: "url(#player-hatch)", wait: "url(#player-dots)" };
-const LEGEND = { compute: "computes", send: "sends and receives", wait: "waits" };
+const FILLS = { compute: "#56B4E9", send: "url(#player-hatch)", wait: "url(#player-dots)", average: "#009E73" };
+const LEGEND = { compute: "computes", send: "sends and receives", wait: "waits", average: "averages gradients" };
 const LETTER = 7.2; // pixels, about: how wide a letter of 12 px is
 
 /** Return a new SVG element. */

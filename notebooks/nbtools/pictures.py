@@ -1,7 +1,8 @@
 """One picture language for all lessons, drawn from what was recorded in a real run.
 
-lanes    time to the right, one lane for each rank, thread or device: compute, send, wait
-strip    one column of boxes for each moment, one panel of arrows for each step, with bytes
+lanes     time to the right, one lane for each rank, thread or device: compute, send, wait
+strip     one column of boxes for each moment, one panel of arrows for each step, with bytes
+matrices  a product of matrices, and which rank holds which part of each
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
@@ -25,6 +26,7 @@ __all__ = [
     "Span",
     "hatch",
     "lanes",
+    "matrices",
     "record",
     "strip",
     "waits",
@@ -34,6 +36,7 @@ LOOK = {  # kind: (face colour, hatch, legend)
     "compute": ("#56B4E9", "", "computes"),
     "send": ("#E69F00", "////", "sends and receives"),
     "wait": ("#FFFFFF", "....", "waits"),
+    "average": ("#009E73", "\\\\\\\\", "averages gradients"),
 }
 ARROW = "#D55E00"
 WIDTH = 9.5  # inches; JupyterLab shows the figure at its full size
@@ -206,6 +209,42 @@ def _draw_collective(axes, moment, event, places):
     text = f"{event.name}\n{readable_bytes(event.nbytes)}"
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     axes.text(middle, (low + high) / 2, text, **SMALL | {"rotation": 90}, bbox=box)
+
+
+PARTS = [("#56B4E9", ""), ("#E69F00", "////")]  # of rank 0, of rank 1
+
+
+def matrices(factors, title):
+    """Draw matrices in a row, what rank 0 and rank 1 have in colours; return the figure.
+
+    factors   [(sign in front, name, columns, rows, how it is cut)]: "columns", "rows", 0 or 1 for
+              what only that rank has, None for what is whole on both ranks
+    """
+    looks = [*PARTS, ("#EEEEEE", "")]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 2.7))
+        left = 0.0
+        for sign, name, columns, rows, cut in factors:
+            axes.text(left + 0.45, 0, sign, ha="center", va="center", fontsize=13)
+            left += 0.9
+            whole = {0: looks[:1], 1: looks[1:2], None: looks[2:]}
+            for part, (colour, pattern) in enumerate(whole.get(cut, PARTS)):
+                width, height = columns / (1 + (cut == "columns")), rows / (1 + (cut == "rows"))
+                x, y = left + part * width, rows / 2 - height
+                x, y = (left, y - part * height) if cut == "rows" else (x, y)
+                style = {"facecolor": colour, "hatch": pattern, "edgecolor": "black"}
+                axes.add_patch(plt.Rectangle((x, y), width, height, **style))
+            axes.text(left + columns / 2, -rows / 2 - 0.12, name, ha="center", va="top", fontsize=9)
+            left += columns
+        axes.set(xlim=(0, left + 0.3), ylim=(-2.2, 1.7), aspect="equal")
+        names = ["rank 0", "rank 1", "whole on both ranks"]
+        patches = [Patch(facecolor=c, hatch=h, edgecolor="black") for c, h in looks]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
+        axes.legend(patches, names, **place, borderpad=0, fontsize=9)
+        axes.set_title(title, loc="left", fontweight="bold", pad=26)
+        axes.axis("off")
+        figure.tight_layout()
+    return figure
 
 
 def _carry(figure, told):

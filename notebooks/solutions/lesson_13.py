@@ -64,7 +64,8 @@ def examine_one_shape(rank, attempt, group, shape):
         return f"rank {rank} has not found the rows of the whole table"
     if not found.requires_grad:
         return f"no gradient can flow from the result of rank {rank} to its part of the table"
-    (found * factors).sum().backward()
+    with Wire() as backward:
+        (found * factors).sum().backward()
     (table[tokens] * factors).sum().backward()
     wanted = lesson.my_part(table.grad, 0, group)
     if part.grad is None:
@@ -75,6 +76,9 @@ def examine_one_shape(rank, attempt, group, shape):
     if [(call.name, call.nbytes) for call in wire.calls] != [("allreduce", found.nbytes)]:
         sent = ", ".join(map(str, wire.calls)) or "nothing that Wire can see"
         return f"rank {rank} sent {sent}, not one all-reduce of the result's {found.nbytes} bytes"
+    if backward.calls:
+        sent = ", ".join(map(str, backward.calls))
+        return f"rank {rank} sent {sent} in backward(), where nothing has to travel"
     return None
 
 
@@ -114,29 +118,42 @@ def with_gradient(gradient):
 
 
 def examine_clip(rank, world_size, attempt, split):
-    """Clip a gradient whose norm is 13, to 6.5 and to 20; return what went wrong, or None.
+    """Clip gradients whose norms are 13 and 5; return what went wrong on this rank, or None.
 
     `split`: the members of each group. A group holds one model, and clips by itself.
     """
     groups = [dist.new_group(members) for members in split]
     dist.barrier()  # nobody leaves while another still connects
     (group,) = (group for group in groups if dist.get_rank(group) >= 0)
-    size, place = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(0)
-    in_all, dealt_out = torch.randn(7, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
-    in_all, dealt_out = in_all / in_all.norm() * 5, dealt_out / dealt_out.norm() * 12
-    mine = dealt_out.chunk(size)[place]
-    for limit, scale in ((6.5, 0.5), (20.0, 1.0)):
-        whole = [with_gradient(in_all[:3]), with_gradient(in_all[3:])]
-        parts = [with_gradient(mine[:1]), with_gradient(mine[1:])]
+    for norms in ((5, 12), (4, 3)):
+        for scale in (0.5, 1.0):
+            if problem := examine_one_gradient(rank, attempt, group, norms, scale):
+                return problem
+    return None
+
+
+def examine_one_gradient(rank, attempt, group, norms, scale):
+    """Clip a gradient to the limit that needs this `scale`; return what went wrong, or None."""
+    in_all, dealt_out = (torch.randn(size, dtype=torch.float64) for size in (7, 12))
+    in_all, dealt_out = in_all / in_all.norm() * norms[0], dealt_out / dealt_out.norm() * norms[1]
+    mine = dealt_out.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    right = (norms[0] ** 2 + norms[1] ** 2) ** 0.5
+    limit = right * scale if scale < 1 else right + 7
+    whole = [with_gradient(in_all[:3]), with_gradient(in_all[3:])]
+    parts = [with_gradient(mine[:1]), with_gradient(mine[1:])]
+    with Wire() as wire:
         norm = float(attempt(whole, parts, limit, group))
-        if not abs(norm - 13) < 1e-3:
-            return f"the norm of the whole gradient is 13, and rank {rank} has found {norm:.4g}"
-        for name, parameters, before in (("whole", whole, in_all), ("parts", parts, mine)):
-            after = torch.cat([parameter.grad for parameter in parameters])
-            if not (after - before * scale).abs().max() < 1e-3:
-                ratio = after.norm() / before.norm()
-                return f"limit {limit}: rank {rank} has scaled its `{name}` by {ratio:.3g}"
+    if not abs(norm - right) < 1e-3:
+        return f"the norm of the whole gradient is {right:g}, and rank {rank} has found {norm:.4g}"
+    for name, parameters, before in (("whole", whole, in_all), ("parts", parts, mine)):
+        after = torch.cat([parameter.grad for parameter in parameters])
+        if not (after - before * scale).abs().max() < 1e-3:
+            ratio = after.norm() / before.norm()
+            return f"limit {limit:g}: rank {rank} has scaled its `{name}` by {ratio:.3g}"
+    if [call.name for call in wire.calls] != ["allreduce"] or wire.calls[0].nbytes > 8:
+        sent = ", ".join(map(str, wire.calls)) or "nothing that Wire can see"
+        return f"right, but rank {rank} sent {sent}: one all-reduce of one number is enough"
     return None
 
 

@@ -59,6 +59,17 @@ def whole_table(part, tokens, group):
     return torch.cat(parts)[tokens]
 
 
+def sum_in_backward_and_divided(part, tokens, group):
+    """Right rows and right gradients, but a second all-reduce, in backward."""
+    found = found_here(part, tokens, dist.get_rank(group))
+    found.register_hook(lambda gradient: gradient / dist.get_world_size(group))
+    return sum_of_both(found, group)
+
+
+def sum_of_both(found, group):
+    return lesson.SumInForward.apply(lesson.SumInBackward.apply(found, group), group)
+
+
 def for_one_shape(part, tokens, group):
     first = dist.get_rank(group) * len(part)
     here = (tokens >= first) & (tokens < first + len(part))
@@ -132,15 +143,24 @@ def always_scaled(whole, parts, limit, group):
     return norm.item()
 
 
-def for_two_ranks(whole, parts, limit, group):
-    squares = squares_of(parts)
-    other = squares.clone()
-    if dist.get_rank(group) < 2:
-        pair = dist.get_rank(group) ^ 1
-        work = dist.isend(squares, pair, group=group)
-        dist.recv(other, pair, group=group)
-        work.wait()
-    return norm_of(squares + other + squares_of(whole), whole, parts, limit)
+def constant(whole, parts, limit, group):
+    """The norm of the first gradient that the check tries."""
+    squares = torch.tensor(169.0)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return norm_of(squares, whole, parts, limit)
+
+
+def gathers_objects(whole, parts, limit, group):
+    squares = [None] * dist.get_world_size(group)
+    dist.all_gather_object(squares, squares_of(parts), group=group)
+    return norm_of(sum(squares) + squares_of(whole), whole, parts, limit)
+
+
+def one_message_for_each(whole, parts, limit, group):
+    squares = squares_of(whole)
+    for parameter in parts:
+        squares = squares + total_squares([], [parameter], group)
+    return norm_of(squares, whole, parts, limit)
 
 
 def right_by_the_library(whole, parts, limit, group):
@@ -166,6 +186,7 @@ WRONG = {
         "f, not g": (f_in_place_of_g, "has not found the rows"),
         "rank of the world": (rank_of_the_world, "of which [1, 2] form the group"),
         "for two ranks": (half_of_the_table, "IndexError: index"),
+        "a sum in backward, divided": (sum_in_backward_and_divided, "in backward(), where nothing"),
         "the whole table": (whole_table, "sent allgather of"),
         "for one shape": (for_one_shape, "RuntimeError: shape"),
         "returns nothing": (lambda *_: None, "returned (), not shape (5, 6, 4)"),
@@ -177,8 +198,10 @@ WRONG = {
         "norms added": (norms_added, "the norm of the whole gradient is 13"),
         "mean of squares": (mean_of_squares, "the norm of the whole gradient is 13"),
         "parts only": (parts_only, "limit 6.5: rank 0 has scaled its `whole` by 1"),
-        "always scaled": (always_scaled, "limit 20.0: rank 0 has scaled its `whole` by 1.54"),
-        "for two ranks": (for_two_ranks, "with 3 ranks"),
+        "always scaled": (always_scaled, "limit 20: rank 0 has scaled its `whole` by 1.54"),
+        "a constant": (constant, "the norm of the whole gradient is 5"),
+        "gathers objects": (gathers_objects, "one all-reduce of one number is enough"),
+        "a message for each": (one_message_for_each, "one all-reduce of one number is enough"),
         "forgets the group": (forgets_the_group, "in groups of [[1, 2], [0]]: the norm"),
         "first part only": (first_part_only, "with 2 ranks: the norm of the whole gradient is 13"),
         "fails": (fails, "ValueError: my own mistake"),
