@@ -14,7 +14,7 @@ Output to expect on a CPU:
     rank 1: node 0, local rank 1, at 127.0.0.2; meets 0, 2, 3 at 127.0.0.2
     rank 2: node 1, local rank 0, at 127.0.0.3; meets 0, 1 at 127.0.0.2, 3 at 127.0.0.3
     rank 3: node 1, local rank 1, at 127.0.0.3; meets 0, 1 at 127.0.0.2, 2 at 127.0.0.3
-    typed on node 1: --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=127.0.0.2 ...
+    to type on node 1: --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=127.0.0.2 ...
     PASS 4 ranks hold the same parameters: off by 0.0 among them, by ... from one process
 """
 
@@ -26,7 +26,6 @@ import os
 import socket
 import stat
 import sys
-import time
 from collections import Counter
 from datetime import timedelta
 from itertools import chain, combinations
@@ -187,7 +186,7 @@ def own_place(rank):
     node, local_rank, ranks_here, nodes = (int(os.environ[name]) for name in names)
     place = {"rank": rank, "node": node, "local_rank": local_rank, "ranks_here": ranks_here}
     first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place |= {"nodes": nodes, "first": first, "port": port}
+    place |= {"nodes": nodes, "first": first, "port": port, "rendezvous": "static"}
     place["typed"] = what_to_type(node, nodes, ranks_here, first, port)
     place["listens"], place["connections"] = sockets_of_this_process()
     ends = [there for _, there in place["connections"]]
@@ -204,8 +203,9 @@ def as_torchrun_reads(typed):
         "node": int(read.node_rank),
         "nodes": int(read.nnodes),
         "ranks_here": int(read.nproc_per_node),
-        "first": read.master_addr,
+        "first": None if read.standalone else read.master_addr,
         "port": int(read.master_port),
+        "rendezvous": read.rdzv_backend,
     }
 
 
@@ -222,18 +222,20 @@ def who_called(places):
     return calls
 
 
-def round_trip(rank, pair, device, repeats=5):
-    """Return the seconds that 8 bytes need from the first rank of `pair` to the other and back."""
-    ball, seconds = torch.zeros(1, device=device, dtype=torch.float64), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for turn in (pair, pair[::-1]):
-            if rank == turn[0]:
-                dist.send(ball, turn[1])
-            elif rank == turn[1]:
-                dist.recv(ball, turn[0])
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def hear_from_all(rank, device):
+    """Exchange 8 bytes with each other rank; return {rank: what it has sent}: its number."""
+    heard = {}
+    for one, other in combinations(range(dist.get_world_size()), 2):
+        if rank == one:
+            dist.send(torch.tensor(rank, device=device), other)
+        if rank in (one, other):
+            heard[one + other - rank] = torch.tensor(-1, device=device)
+        if rank == other:
+            dist.recv(heard[one], one)
+            dist.send(torch.tensor(rank, device=device), one)
+        if rank == one:
+            dist.recv(heard[other], other)
+    return {peer: number.item() for peer, number in heard.items()}
 
 
 def wrong_in_places(places):
@@ -263,35 +265,34 @@ def measure(rank, device, args):
     batches, after_update = watch(data, one_process)
     loss_first = mse_loss(one_process(rows), targets).item()
     handle = register_optimizer_step_post_hook(after_update)
-    start = time.perf_counter()
     train(model, data, args.steps, args.batch_size, device, args.seed)
-    seconds = time.perf_counter() - start
     handle.remove()
     parameters = parameters_to_vector(model.parameters()).detach().cpu()
-    trips = {}
-    for pair in combinations(range(dist.get_world_size()), 2):
-        trips[pair] = round_trip(dist.get_rank(), pair, device)
-        dist.barrier()
-    places, replicas, trips = zip(
-        *from_all_ranks((own_place(rank), parameters, trips)), strict=True
-    )
+    heard = hear_from_all(dist.get_rank(), device)
+    everyone = from_all_ranks((own_place(rank), parameters, heard))
+    places, replicas, heard = zip(*everyone, strict=True)
     alone = parameters_to_vector(one_process.parameters()).detach()
     numbers = {"loss_first": loss_first, "loss_last": mse_loss(one_process(rows), targets).item()}
-    numbers["seconds_per_step"] = seconds / args.steps
     numbers["max_param_diff"] = (parameters - alone).abs().max().item()
     done = None if len(batches) == args.steps else f"{len(batches)} steps, not {args.steps}"
     dealt = wrong_in_rows(batches, len(rows), args.batch_size)
-    return numbers | describe(places, replicas, trips), [done, dealt, wrong_in_places(places)]
+    talk = None if all(map(is_right, heard)) else "a rank has heard from another one than it asked"
+    return numbers | describe(places, replicas), [done, dealt, wrong_in_places(places), talk]
 
 
-def describe(places, replicas, trips):
+def is_right(heard):
+    """Return whether each rank has sent its own number."""
+    return all(peer == number for peer, number in heard.items())
+
+
+def describe(places, replicas):
     """Return the table of ranks and of pairs of ranks, as lists of dicts."""
     calls, pairs, ranks = who_called(places), [], []
     for one, other in combinations(range(len(places)), 2):
         caller, address = calls.get((one, other), (None, None))
         facts = {"ranks": [one, other], "caller": caller, "met_at": address}
         facts["differ_by"] = (replicas[one] - replicas[other]).abs().max().item()
-        pairs.append(facts | {"round_trip": trips[one][one, other]})
+        pairs.append(facts)
     for place in places:
         names = ("node", "local_rank", "ranks_here", "at_store")
         at = [address for address, _ in place["listens"] if address not in ("::", "0.0.0.0")]
@@ -314,7 +315,7 @@ def report(numbers):
         who = f"node {place['node']}, local rank {place['local_rank']}"
         print(f"rank {rank}: {who}, at {place['address']}; meets {meets}")
     last = len(numbers["typed"]) - 1
-    print(f"typed on node {last}: {' '.join(numbers['typed'][last])}")
+    print(f"to type on node {last}: {' '.join(numbers['typed'][last])}")
 
 
 def wrong_in_numbers(numbers):
@@ -336,11 +337,12 @@ def main(args):
     numbers = {"lesson": 14, "world_size": world_size}
     numbers |= {"backend": dist.get_backend(), "device": device.type}
     measured, wrong = measure(rank, device, args)
-    dist.destroy_process_group()
     numbers |= measured
+    found = from_all_ranks([*filter(None, wrong), *wrong_in_numbers(numbers)])
+    dist.destroy_process_group()
     if rank == 0:
         report(numbers)
-    wrong = [*filter(None, wrong), *wrong_in_numbers(numbers)]
+    wrong = dict.fromkeys(chain(*found))  # of all ranks, each once
     spread = max(pair["differ_by"] for pair in numbers["pairs"])
     off = f"off by {spread} among them, by {numbers['max_param_diff']:.3g} from one process"
     claim = f"{world_size} ranks hold the same parameters: {off}"

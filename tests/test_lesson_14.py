@@ -49,6 +49,8 @@ BREAKS = {
     "no new order": ("sampler.set_epoch(epoch)", "pass"),
     "no DDP": ("DistributedDataParallel(model.to(device))", "model.to(device)"),
     "a sum of gradients": ("loss.backward()", "(loss * world_size).backward()"),
+    "every machine alone": ('f"--nnodes={nodes}"', '"--standalone", f"--nnodes={nodes}"'),
+    "another rendezvous": ('f"--nnodes={nodes}"', '"--rdzv-backend=c10d", f"--nnodes={nodes}"'),
     "a step too few": ("if done == steps:", "if done == steps - 1:"),
 }
 

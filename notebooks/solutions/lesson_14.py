@@ -218,7 +218,8 @@ HINTS = {
     ),
     "flags_on": (
         "Ask of each flag whether it is about the whole job or about this machine. Then compare "
-        'with the two lines that were printed above: what is equal on both machines, and what differs?'
+        "with the two lines that were printed above: what is the same on both machines, and what "
+        "differs?"
     ),
     "number_the_ranks": (
         "What must each launcher write down for the others before it can know anything itself, "

@@ -1,10 +1,9 @@
 """Rehearse a lesson on two machines that are this one: a launcher at 127.0.0.2, one at 127.0.0.3.
 
-Each launcher is what `machine` is on a real machine (ranks.py). Where the system has no such
-addresses, as on a Mac, both are at 127.0.0.1.
+Each launcher does what `machine` does when it has found its address and its port (ranks.py). Where
+the system has no such addresses, as on a Mac, both are at 127.0.0.1.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -61,9 +60,11 @@ def start(script, node, own, flags, addresses, listener):
 
 
 def end(launchers):
-    """Let each launcher end its ranks, and wait until it has."""
+    """Let each launcher end its ranks, and wait until it has; kill it if it has not."""
     for launcher in launchers:
         launcher.terminate()
     for launcher in launchers:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             launcher.wait(ssh.PATIENCE)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
