@@ -10,6 +10,7 @@ The ranks are forks of a process that has imported torch: a break costs a second
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import sys
@@ -69,6 +70,12 @@ def verdict_of_rank_0(lesson, source, nproc, options):
     if one_process or lesson.start == lessons.LAUNCH_JOB:
         flags = [*flags, "--nproc", str(nproc)]
     return run(verdict, 1 if one_process else nproc, source, flags, options["machines"])[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """Import what is slow and some lessons need: then the process that forks the ranks has it."""
+    importlib.import_module("sklearn.datasets")
 
 
 @pytest.mark.parametrize("lesson", THIRD, ids=lambda lesson: f"lesson_{lesson.number}")
