@@ -372,6 +372,17 @@ def test_record_has_the_bytes_of_wire_on_one_clock_for_all_ranks(recorded):
     assert all(max(a.begin, b.begin) < min(a.end, b.end) + 0.01 for a, b in pairs)
 
 
+def test_a_collective_waits_until_all_lanes_have_begun_it():
+    early = Span("rank 0, gloo", "send", "sum", 1.0, 5.0, 8)
+    late, work = early._replace(lane="rank 1, gloo", begin=4.0), Span("rank 1", "compute", "f", 0, 4)
+    assert until_all_have_come([late, work, early]) == [
+        work,
+        early._replace(kind="wait", name="waits 1", end=4.0, nbytes=None),
+        late._replace(name="sum 1"),
+        early._replace(name="sum 1", begin=4.0),
+    ]
+
+
 @pytest.fixture
 def no_window():
     before = matplotlib.get_backend()
