@@ -4,7 +4,7 @@ A launcher starts one process per device, a rank. Each has its own model, optimi
 share of the rows. DDP sends rank 0's parameters once, when it wraps the model. In every
 step it sends gradients: an all-reduce inside backward() leaves their mean on every rank,
 so all ranks make the same update. This script watches from outside that they did, on
-rows that nobody else had.
+rows that nobody else had. (What is sent, the notebook counts.)
 
 Run it:         bash scripts/lesson_02.sh --nproc 2 [--launcher torchrun|launch]
 What that does: torchrun --standalone --nproc-per-node=2 lessons/lesson_02_launch_ddp.py
@@ -29,7 +29,7 @@ import os
 import sys
 from collections import Counter
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def train(model, data, steps, batch_size, device, seed=0):
 
 
 def replicas_agree(model):
-    """Return whether all ranks hold the same parameters; each sends 16 bytes to find out."""
+    """Return whether all ranks hold the same parameters (not buffers); each sends 16 bytes."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         numbers = parameter.detach().cpu().contiguous().flatten()
@@ -196,11 +196,11 @@ def checksum_works(model, equal):
     """Return whether `replicas_agree` is right now, and sees a last bit that one rank changes."""
     world_size = dist.get_world_size()
     answers = [replicas_agree(model) == equal]
-    for parameter in model.parameters():
+    for parameter, place in product(model.parameters(), (0, -1)):
         kept = parameter.detach().clone()
         if dist.get_rank() == world_size - 1:
-            last = parameter.detach().view(-1)[-1]
-            last.copy_(torch.nextafter(last, torch.full_like(last, math.inf)))
+            number = parameter.detach().view(-1)[place]
+            number.copy_(torch.nextafter(number, torch.full_like(number, math.inf)))
         answers.append(replicas_agree(model) == (world_size == 1))
         parameter.detach().copy_(kept)
     return all(chain(*from_all_ranks(answers)))
@@ -217,9 +217,12 @@ def wrong_in_rows(batches, length, batch_size):
     batches[step][rank] are the row numbers of that rank in that step.
     """
     world_size = len(batches[0]) if batches else 1
-    if any(len([*chain(*step)]) > batch_size for step in batches):
-        return f"a step has more than {batch_size} rows"
+    share, each = batch_size // world_size, math.ceil(length / world_size)
     per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
+    for number, step in enumerate(batches):
+        sizes, wanted = [len(rows) for rows in step], min(share, each - number % per_epoch * share)
+        if sizes != [wanted] * world_size:
+            return f"step {number + 1}: {sizes} rows, rank by rank, and not {wanted} each"
     for first in range(0, len(batches), per_epoch):
         epoch = batches[first : first + per_epoch]
         dealt = [*chain(*chain(*epoch))]

@@ -125,9 +125,12 @@ def wrong_in_rows(batches, length, batch_size):
     batches[step][rank] are the row numbers of that rank in that step.
     """
     world_size = len(batches[0]) if batches else 1
-    if any(len([*chain(*step)]) > batch_size for step in batches):
-        return f"a step has more than {batch_size} rows"
+    share, each = batch_size // world_size, math.ceil(length / world_size)
     per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
+    for number, step in enumerate(batches):
+        sizes, wanted = [len(rows) for rows in step], min(share, each - number % per_epoch * share)
+        if sizes != [wanted] * world_size:
+            return f"step {number + 1}: {sizes} rows, rank by rank, and not {wanted} each"
     for first in range(0, len(batches), per_epoch):
         epoch = batches[first : first + per_epoch]
         dealt = [*chain(*chain(*epoch))]

@@ -40,6 +40,11 @@ BREAKS = {
     ),
     "each process is a world of its own": ("return rank, world_size,", "return rank, 1,"),
     "the checksum forgets the largest": ("dist.all_reduce(highest, dist.ReduceOp.MAX)", "pass"),
+    "smaller shares": ("batch_size // world_size, s", "batch_size // world_size - 2, s"),
+    "the checksum of the last number": (
+        "flatten()\n        digest",
+        "flatten()[-1:]\n        digest",
+    ),
     "the checksum of float32": ("numbers.view(", "numbers.float().view("),
 }
 BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "12"]}

@@ -60,6 +60,8 @@ BREAKS = {
         "Subset(data, list(DistributedSampler(data, shuffle=False)))",
         (2,),
     ),
+    "a made-up F1": ("return scores.mean().item()", "return 0.5", (2,)),
+    "a made-up accuracy": ("return (counts.trace() / counts.sum()).item()", "return 0.999", (2,)),
     "counts stay at home": ("dist.all_reduce(counts)", "pass", (3,)),
     "evaluation in training mode": ("model.eval()", "pass", (2,)),
     "the mode is lost": ("model.train(was_training)", "pass", (2,)),

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nbtools import pictures
-from nbtools.record import Saved, record
+from nbtools.record import Saved, Span, record, until_all_have_come
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -370,6 +370,20 @@ def test_record_has_the_bytes_of_wire_on_one_clock_for_all_ranks(recorded):
     (first, _), (second, _) = recorded  # no all-reduce ends on one rank before both have begun it
     pairs = zip(*([s for s in spans if s.kind == "send"] for spans in (first, second)), strict=True)
     assert all(max(a.begin, b.begin) < min(a.end, b.end) + 0.01 for a, b in pairs)
+
+
+def test_a_collective_waits_until_all_lanes_have_begun_it():
+    early = Span("rank 0, gloo", "send", "sum", 1.0, 5.0, 8)
+    late, work = (
+        early._replace(lane="rank 1, gloo", begin=4.0),
+        Span("rank 1", "compute", "f", 0, 4),
+    )
+    assert until_all_have_come([late, work, early]) == [
+        work,
+        early._replace(kind="wait", name="waits 1", end=4.0, nbytes=None),
+        late._replace(name="sum 1"),
+        early._replace(name="sum 1", begin=4.0),
+    ]
 
 
 @pytest.fixture

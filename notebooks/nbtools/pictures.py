@@ -117,13 +117,18 @@ def _levels(spans):
 
 
 def _label(axes, bars, start):
-    """Write a span's bytes, or its name, into its bar where there is room for the text."""
+    """Write a span's bytes, its name, or the number at the end of its name, where there is room."""
     total = max(span.end for span, _, _ in bars) - start
     for span, middle, height in bars:
         text = span.name if span.nbytes is None else readable_bytes(span.nbytes)
         room = (span.end - span.begin) / total * 105  # letters that fit into the bar
         hidden = span.kind == "wait" and span.nbytes is not None  # it does not send them yet
-        if hidden or len(text) > room or height < 0.5:
+        number = span.name.rpartition(" ")[2]
+        if number.isdecimal() and span.kind != "compute":
+            text = number if span.nbytes is None else f"{number}: {text}"
+            text = text if len(text) <= room and height >= 0.5 else number
+        least = 0.3 if text == number else 0.5  # high enough for its letters
+        if hidden or len(text) > room or height < least:
             continue
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
         style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box}

@@ -269,3 +269,23 @@ def waits(spans):
                 begin = max(idle, min(span.begin for span in overlap))
                 found.append(Span(lane, "wait", "waits for gloo", begin, end))
     return sorted(found, key=lambda span: span.begin)
+
+
+def until_all_have_come(spans):
+    """Return `spans` with each collective cut in two: a wait until the last lane has begun it too.
+
+    The first collective of one lane is the first of all others, and so on: they get a number.
+    """
+    lanes = {span.lane: [] for span in spans if span.kind == "send"}
+    for span in sorted(spans, key=lambda span: span.begin):
+        if span.kind == "send":
+            lanes[span.lane].append(span)
+    found = [span for span in spans if span.kind != "send"]
+    for number, same in enumerate(zip(*lanes.values(), strict=True), 1):
+        last = max(span.begin for span in same)
+        for span in same:
+            if span.begin < last:
+                wait = Span(span.lane, "wait", f"waits {number}", span.begin, last)
+                found.append(wait)
+            found.append(span._replace(name=f"{span.name} {number}", begin=last))
+    return sorted(found, key=lambda span: span.begin)

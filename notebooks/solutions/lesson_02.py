@@ -260,6 +260,8 @@ def wrap_and_train(rank, world_size, attempt, kind, steps):
         off = (torch.cat([p.grad.flatten() for p in trained]) - wanted).abs().max().item()
         if not off < 1e-12:
             problem = f"in step {step}, rank {rank}'s gradient is {off:.2g} away from the mean"
+            if off != off:  # nan: see Late
+                problem += ": has nobody waited for an all-reduce with async_op=True?"
         elif waste := too_many_bytes(wire.calls, trained, "the gradients"):
             problem = f"in step {step}, rank {waste}"
         optimizer.step()
