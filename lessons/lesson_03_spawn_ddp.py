@@ -79,7 +79,8 @@ def be_rank(rank, func, nproc, arguments, folder):
 def join_group(backend=None, store=None):
     """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU.
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
+    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -267,7 +268,7 @@ def measure(rank, world_size, device, steps, batch_size, seed=0, workers=0):
     after = vector_of(model.parameters())
     everyone = from_all_ranks((training.updates, losses, testing.shown, after))
     updates, losses, tested, afters = zip(*everyone, strict=True)
-    wrong = wrong_in_rows(updates, steps, batch_size, len(train_set))
+    wrong = wrong_in_images(updates, steps, batch_size, len(train_set))
     wrong += wrong_in_updates(training.starts, updates, losses, train_set)
     wrong += wrong_in_scores(tested, counts, after, test_set)
     wrong += wrong_on_this_rank(training, testing, model, before, after)
@@ -284,7 +285,7 @@ def measure(rank, world_size, device, steps, batch_size, seed=0, workers=0):
     }
 
 
-def wrong_in_rows(updates, steps, batch_size, images):
+def wrong_in_images(updates, steps, batch_size, images):
     """Return what is wrong with the images of each step; updates[rank][step] begins with them."""
     if {len(of_rank) for of_rank in updates} != {steps}:
         return [f"the ranks made {[len(of_rank) for of_rank in updates]} steps, not {steps}"]

@@ -54,9 +54,7 @@ def call(lesson, flags):
     argv, sys.argv = sys.argv, [lesson.__file__, *flags.split()]
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            if hasattr(lesson, "conclude"):
-                lesson.main(lesson.parse_args())
-            code = lesson.start(lesson.main) if hasattr(lesson, "start") else lesson.main()
+            code = lesson.main(*([lesson.parse_args()] if hasattr(lesson, "conclude") else []))
     except SystemExit as stop:
         code = stop.code
     finally:

@@ -2,8 +2,7 @@
 
 A lesson has its five places; its flags are checked before anything starts; its docstring shows
 its real output; its tasks accept the solution and refuse the usual wrong answers; its notebook can
-be compared. Lessons in the form of the second edition owe a little more; those in the form of the
-third one more again: their BREAKS are tested in test_breaks.py.
+be compared. Lessons in the form of the third edition owe more; their BREAKS are in test_breaks.py.
 """
 
 import ast
@@ -23,13 +22,11 @@ from lockstep import lessons
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-SECOND = [n for n, path in SCRIPTS.items() if "\n# --- The technique ---\n" in path.read_text()]
 THIRD = [n for n, path in SCRIPTS.items() if "\ndef conclude(" in path.read_text()]
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
 each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
-each_second = pytest.mark.parametrize("lesson", SECOND, ids="lesson_{}".format)
 each_third = pytest.mark.parametrize("lesson", THIRD, ids="lesson_{}".format)
 
 KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
@@ -189,7 +186,6 @@ def test_copied_blocks_are_equal_to_the_letter():
     texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
     shared = ["join_group", "whole", "conclude", "reason", "make_toy", "setup", "Arguments"]
     shared += ["steps_per_epoch", "wrong_in_rows"]
-    shared += ["start"] * (SECOND != THIRD)
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}
@@ -198,15 +194,14 @@ def test_copied_blocks_are_equal_to_the_letter():
         assert len(set(copies.values())) == 1, f"{name} differs among {sorted(copies)}"
 
 
-@each_second
+@each_third
 def test_technique_comes_first_and_the_frame_last(lesson):
     source = SCRIPTS[lesson].read_text()
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
     order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
     assert order == sorted(order)
     frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
-    block = ["whole", "conclude"] if lesson in THIRD else ["start"]
-    assert list(definitions(frame)) in (block, ["join_group", *block])
+    assert list(definitions(frame)) in (["whole", "conclude"], ["join_group", "whole", "conclude"])
     code = re.sub(r'""".*?"""', "", frame, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
@@ -228,7 +223,7 @@ if __name__ == "__main__":
 """
 
 
-@each_second
+@each_third
 def test_functions_are_short(lesson):
     for node in ast.walk(parsed(SCRIPTS[lesson])):
         if isinstance(node, ast.FunctionDef):
@@ -356,7 +351,7 @@ def test_nobody_beyond_this_machine_can_reach_a_lesson(lesson, default_run):
 @each
 def test_tasks_take_the_solution_and_refuse_wrong_answers(lesson, examined):
     tasks = examined(lesson)["tasks"]
-    assert len(tasks) >= (3 if lesson in SECOND else 1)
+    assert len(tasks) >= (3 if lesson in THIRD else 1)
     for task, attempts in tasks.items():
         assert len(attempts) >= 3, f"{task}: the solution, the stub, and a wrong answer at least"
         for attempt, (verdict, words) in attempts.items():
@@ -391,7 +386,7 @@ def test_no_hint_tells_the_number(lesson, examined):
 @each
 def test_notebook_has_its_tasks_unsolved(lesson):
     judged = [(source, printed(cell)) for source, cell in cells(lesson) if "judge(" in source]
-    assert len(judged) >= (3 if lesson in SECOND else 1)
+    assert len(judged) >= (3 if lesson in THIRD else 1)
     for source, output in judged:
         assert re.match(r"(not attempted|no guess yet|not yet: )", output), source
     code = "\n".join(source for source, _ in cells(lesson))
@@ -448,7 +443,7 @@ def test_every_picture_has_a_text_alternative(lesson):
     assert len(set(texts)) == len(texts)
 
 
-@each_second
+@each_third
 def test_notebook_shows_numbers_and_pictures(lesson):
     code = cells(lesson)
     assert max(len(source.splitlines()) for source, _ in code) <= 25

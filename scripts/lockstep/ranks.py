@@ -95,16 +95,12 @@ def check(script, nproc, flags, job):
     if not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
         return
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
+    place["LOCAL_WORLD_SIZE"] = str(nproc)
     if lessons.of_script(script).start == lessons.LAUNCH_JOB:
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     flags = ["--help"] if asks_for_help else flags
     with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
         lesson = runpy.run_path(str(script), run_name="lesson")
-        if "start" in lesson:
-            flags = flags if asks_for_help else ["--check", *flags]
-            with patch.object(sys, "argv", [str(script), *flags]):
-                lesson["start"](lesson["main"], lesson["refuse"])
-            return
         lesson["parse_args"](flags)  # leaves with exit code 2, or with 0 after --help
 
 
