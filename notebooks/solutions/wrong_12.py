@@ -178,9 +178,9 @@ RIGHT = {
 
 WRONG = {
     "bytes_of_rank_1": {
-        "one direction": (16384, "what one of its neighbours gets"),
-        "float32": (16384 // 2, "count the numbers of one message"),
-        "the batch of the page": (8192, "count the numbers of one message"),
+        "one direction": (10240, "what one of its neighbours gets"),
+        "float32": (10240 // 2, "count the numbers of one message"),
+        "the batch of the page": (2 * 8192, "count the numbers of one message"),
     },
     "micro_batches_for_10_percent": {
         "one less": (62, "idle more than 10 %"),
