@@ -91,6 +91,26 @@ BREAKS = {
         "dist.isend, 0 * inputs.pop(n), rank - 1",
         (2,),
     ),
+    "stages of one layer and of all others": (
+        "bounds = [len(layers) * stage // stages for stage in range(stages + 1)]",
+        "bounds = [*range(stages), len(layers)]",
+        (3,),
+    ),
+    "an optimizer for each step": (
+        "        optimizer.zero_grad()\n",
+        "        optimizer = torch.optim.SGD(stage.parameters(), lr=1.0, momentum=0.5)\n"
+        "        optimizer.zero_grad()\n",
+        (2,),
+    ),
+    "an output is sent an action late": (
+        "            exchange(messages)\n"
+        "            outputs[n] = stage(inputs[n])\n"
+        "            messages = one_message(",
+        "            late = messages if (rank, n) == (0, 1) else exchange(messages) or []\n"
+        "            outputs[n] = stage(inputs[n])\n"
+        "            messages = late + one_message(",
+        (2,),
+    ),
     "all ranks wait for all": (
         "            work.wait()\n",
         "            work.wait()\n        dist.barrier()\n",
@@ -158,6 +178,12 @@ def test_the_logical_clock_is_that_of_two_ranks_worked_out_by_hand():
     assert lesson.bubble(actions, [1, 2]) == pytest.approx(1 - 18 / 30)
 
 
+def test_pieces_of_different_lengths_are_refused():
+    model, rows, targets = lesson.make_chain(30)
+    with pytest.raises(ValueError, match="30 rows can't be cut into 4 equal pieces"):
+        lesson.train(0, 1, model, [(rows, targets)], lesson.one_forward_one_backward, 4)
+
+
 AROUND = """
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -180,7 +206,7 @@ def test_the_technique_runs_in_an_empty_file_with_ten_lines_around(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     rows, targets = torch.randn(2, 6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     for _ in range(3):
         optimizer.zero_grad()
         mse_loss(model(rows), targets).backward()

@@ -47,7 +47,8 @@ class Wire:
 
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
-                if function.namespace == "c10d":  # PyTorch's library of collectives
+                # PyTorch's libraries of collectives; the second one calls its waiting an operation.
+                if "c10d" in function.namespace and "wait_tensor" not in function._schema.name:
                     self.calls.append(_call(function, args))
                 return function(*args, **(kwargs or {}))
 
@@ -65,7 +66,7 @@ def _call(function, args):
     from torch.utils._pytree import tree_leaves
 
     first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-    name = function._schema.name.removeprefix("c10d::").rstrip("_")
+    name = function._schema.name.split("::")[-1].rstrip("_")
     kind = str(first.dtype).removeprefix("torch.")
     return Call(name, kind, first.numel(), first.nbytes)
 

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from solutions.lesson_12 import clip_gradients, count_positive
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.utils import clip_grad_norm_
 
 # --- Task 3 ---
@@ -52,6 +53,14 @@ def gathers_everything(stage, limit):
     own = [parameter.grad for parameter in stage.parameters()]
     dist.all_gather_object(gathered, own)
     norm = torch.cat([grad.flatten() for grads in gathered for grad in grads]).norm().item()
+    multiply(stage, min(1, limit / norm))
+    return norm
+
+
+def gathers_by_the_functional_library(stage, limit):
+    gathered = torch.cat([parameter.grad.flatten() for parameter in stage.parameters()])
+    squares = all_reduce(gathered**2, "sum", dist.group.WORLD).sum()  # stages of equal length only
+    norm = squares.sqrt().item()
     multiply(stage, min(1, limit / norm))
     return norm
 
@@ -178,9 +187,9 @@ RIGHT = {
 
 WRONG = {
     "bytes_of_rank_1": {
-        "one direction": (16384, "what one of its neighbours gets"),
-        "float32": (16384 // 2, "count the numbers of one message"),
-        "the batch of the page": (8192, "count the numbers of one message"),
+        "one direction": (10240, "what one of its neighbours gets"),
+        "float32": (10240 // 2, "count the numbers of one message"),
+        "the batch of the page": (2 * 8192, "count the numbers of one message"),
     },
     "micro_batches_for_10_percent": {
         "one less": (62, "idle more than 10 %"),
@@ -195,6 +204,10 @@ WRONG = {
         "norm after clipping": (clipped_after_the_norm, "not the norm of all gradients"),
         "a constant": (constant, "does not have the gradients"),
         "all gradients to all": (gathers_everything, "bytes, where 100 are more than enough"),
+        "all gradients by the functional library": (
+            gathers_by_the_functional_library,
+            "bytes, where 100 are more than enough",
+        ),
         "returns nothing": (returns_nothing, "returned NoneType, not the norm"),
     },
     "count_positive": {
@@ -203,7 +216,10 @@ WRONG = {
             filled_with_zeros,
             "with 2 ranks and 35 rows in batches of 8, the last rank returned",
         ),
-        "nan": (filled_with_nan, "with 3 ranks and 35 rows in batches of 8, rank 1 sends 40 rows"),
+        "nan": (
+            filled_with_nan,
+            "with 3 ranks and 35 rows in batches of 8, rank 1 sends messages of",
+        ),
         "left out": (
             last_batch_left_out,
             "with 2 ranks and 35 rows in batches of 8, the last rank returned",
@@ -211,7 +227,7 @@ WRONG = {
         "everybody returns": (everybody_returns, "a rank before the last returned something"),
         "three are left": (always_three_left, "38 rows in batches of 8, the last rank returned"),
         "batches of eight": (always_batches_of_eight, "16 rows in batches of 7, rank 0 sends"),
-        "all at once": (all_rows_at_once, "rank 0 sends messages of [40] rows"),
+        "all at once": (all_rows_at_once, "rank 0 sends messages of [10240] bytes"),
         "without messages": (without_messages, "the last rank returned 0"),
     },
 }
