@@ -3,7 +3,8 @@
 Tensor parallelism cuts the matrices: a layer by columns, the next one by rows, attention by heads.
 What stands between two cuts never travels; each half of a transformer block costs one all-reduce
 forward and one backward. Ranks that share a model can be one replica of several: a mesh of
-data x tensor, the hybrid. All is compared with one process, and every message is counted.
+data x tensor, the hybrid. Gradients, weights and losses are compared with one process, and the
+messages of each step counted.
 
 Run it:   bash scripts/lesson_13.sh --nproc 4 [--data 2 --tensor 2]    (default: much tensor)
 Or alone: python lessons/lesson_13_tensor_and_hybrid.py    (a world of one)
@@ -27,6 +28,7 @@ import os
 import sys
 import weakref
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -166,7 +168,7 @@ def make_mesh(device, tensor):
 
 
 def train(model, data, mesh, device, steps, batch_size, seed=0):
-    """Train `model` on a mesh of data x tensor; return the losses of this rank's replica."""
+    """Train `model`, which is equal on all ranks, on a mesh; return the losses of this replica."""
     replicas, replica = mesh["data"].size(), mesh.get_local_rank("data")
     sampler = DistributedSampler(data, replicas, replica, seed=seed)  # replica: not the rank
     loader = DataLoader(data, batch_size // replicas, sampler=sampler)
@@ -390,22 +392,26 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
     mesh = make_mesh(device, shape[1])
     facts = {name: [] for name in ("messages", "rows", "losses", "grad_diffs", "weight_diffs")}
     whole = [(p.numel(), weakref.ref(p.untyped_storage())) for p in model.parameters()]
-    moved, move = [0], model.to
-    model.to = lambda *place: moved.append(count(model)) or move(*place)
-    with Messages() as sent:
+    moved, move = [], nn.Module.to
+
+    def note(module, *place):
+        moved.append(count(module))
+        return move(module, *place)
+
+    with Messages() as sent, patch.object(nn.Module, "to", note):
         after_step = watch(model, one_process, data, sent, shape[1], facts)
         handle = register_optimizer_step_post_hook(after_step)
         first = model.register_forward_pre_hook(lambda *_: sent.calls.clear() or first.remove())
         losses = train(model, data, mesh, device, steps, batch_size, seed)
         handle.remove()
     everyone = from_all_ranks(losses)[:: shape[1]]  # of each replica once
-    facts["moved"] = max(moved)
+    facts["moved"] = sum(moved)
     facts["split_losses"] = [sum(step) / len(step) for step in zip(*everyone, strict=True)]
     facts |= memory(model, whole) | by_library(mesh, device, data, seed)
     for name, group in zip(("tensor", "data"), groups_of(rank, shape), strict=True):
         last = facts["messages"][-1] if facts["messages"] else []
         facts[name] = [n for kind, ranks, n in last if (kind, ranks) == ("c10d::allreduce_", group)]
-    return facts | {"problem": problem_of(facts, rank, shape, steps, batch_size)}
+    return facts | {"problem": problem_of(facts, rank, shape, steps, batch_size, seed)}
 
 
 def memory(model, whole):
@@ -441,9 +447,13 @@ def by_library(mesh, device, data, seed):
     }
 
 
-def problem_of(facts, rank, shape, steps, batch_size):
+def problem_of(facts, rank, shape, steps, batch_size, seed):
     """Return what is wrong with the rows, the messages or the memory of this rank, or None."""
     wrong = wrong_rows(facts["rows"], shape, batch_size)
+    in_order = list(DistributedSampler(range(ROWS), shape[0], rank // shape[1], seed=seed))
+    dealt = joined(step[rank] for step in facts["rows"])
+    if dealt[: len(in_order)] != in_order[: len(dealt)]:
+        wrong = wrong or "the first epoch's order of the rows does not come from the seed"
     for step, (sent, dealt) in enumerate(zip(facts["messages"], facts["rows"], strict=True)):
         if step == 1:  # DDP has seen the order of the gradients, and rank 0's is made everybody's
             sent = [call for call in sent if call[0] != "c10d::broadcast_" or call[2] > 1000]
@@ -453,7 +463,7 @@ def problem_of(facts, rank, shape, steps, batch_size):
         alive = f"{facts['wholes_alive']} whole ones are still there"
         wrong = wrong or f"it holds {held}, and {alive}"
     if facts["moved"] > facts["parameters"]:
-        wrong = wrong or "the model was moved to the device before it was cut"
+        wrong = wrong or "something was moved to the device before it was cut"
     calls, lies_on = facts["library_messages"], facts["library_ranks"]
     if calls != ["_c10d_functional::all_reduce"] * 4 * BLOCKS * (shape[1] > 1):
         wrong = wrong or f"the library sends {len(calls)} times"
@@ -606,9 +616,9 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.usage = argparse.SUPPRESS  # an error is one line
     parser.allow_abbrev = False
-    many, all_rows = whole(1, 10**6), "rows of a step, of all replicas together: %(default)s"
+    many, all_rows = whole(1, 10**6), "rows of a step, rounded down to a multiple of the replicas"
     parser.add_argument("--steps", type=many, default=20, help="%(default)s")
-    parser.add_argument("--batch-size", type=many, default=32, help=all_rows)
+    parser.add_argument("--batch-size", type=many, default=32, help=f"{all_rows}: %(default)s")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     replicas = "number of replicas; if not given: what --tensor leaves"
     parser.add_argument("--data", type=whole(1, 64), help=replicas)

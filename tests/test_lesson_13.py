@@ -19,11 +19,15 @@ CPU = torch.device("cpu")
 BLOCK = lesson.TOKENS * lesson.WIDTH * 8  # bytes of x for one row, in float64
 
 # Meshes of 2 x 2 and 2 x 3; a replica has an epoch of three steps, the last one smaller.
-BREAKS_RUN = {"ranks": (4, 6), "flags": ["--data", "2", "--batch-size", "200", "--steps", "4"]}
+BREAKS_RUN = {
+    "ranks": (4, 6),
+    "flags": ["--data", "2", "--batch-size", "200", "--steps", "4", "--seed", "5"],
+}
 BREAKS = {
     "the same rows on all replicas": ("(data, replicas, replica, seed=seed)", "(data, 1, 0)", (4,)),
     "rows by rank": ("(data, replicas, replica, seed=seed)", "(data, seed=seed)", (4,)),
     "an order of its own on each rank": ("seed=seed)  #", "seed=dist.get_rank())  #", (4,)),
+    "not by the seed": ("(data, replicas, replica, seed=seed)", "(data, replicas, replica)", (4,)),
     "no new order": ("sampler.set_epoch(epoch)", "pass", (4,)),
     "a global batch twice as large": (
         "batch_size // replicas,",
@@ -82,6 +86,11 @@ BREAKS = {
     "moved whole to the device": (
         "    split(model.blocks,",
         "    split(model.to(device).blocks,",
+        (4,),
+    ),
+    "blocks moved whole to the device": (
+        "    split(model.blocks,",
+        "    for block in model.blocks:\n        block.to(device)\n    split(model.blocks,",
         (4,),
     ),
     "a plan without PrepareModuleInput": ('plan["blocks.*.attention"] =', "_ =", (4,)),

@@ -59,10 +59,11 @@ def hatch(kind):
     return {"facecolor": colour, "hatch": pattern, "edgecolor": "black", "linewidth": 0.6}
 
 
-def lanes(spans, title, order=None):
+def lanes(spans, title, order=None, legend=None):
     """Draw `spans` (a list of Span) as lanes over time; return the figure.
 
-    `order` names the lanes from top to bottom (default: by name). Spans of one lane that overlap
+    `order` names the lanes from top to bottom (default: by name). `legend`, {kind: text}, says what
+    kinds of spans are here, in place of the usual words. Spans of one lane that overlap
     share its height; those that follow each other closely and have the same name, up to a colon,
     become one bar. Time starts at the first span, in milliseconds.
     """
@@ -82,7 +83,7 @@ def lanes(spans, title, order=None):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.set_title(title, loc="left", fontweight="bold", pad=26)
-        _legend(axes, [span.kind for span in spans])
+        _legend(axes, [span.kind for span in spans], legend or {})
         figure.tight_layout()
     _carry(figure, _told_lanes(title, order, bars, start))
     return figure
@@ -135,8 +136,9 @@ def _label(axes, bars, start):
         axes.text(((span.begin + span.end) / 2 - start) * 1e3, middle, text, **style)
 
 
-def _legend(axes, kinds):
-    handles = [Patch(**hatch(kind), label=LOOK[kind][2]) for kind in LOOK if kind in kinds]
+def _legend(axes, kinds, told):
+    texts = {kind: told.get(kind, LOOK[kind][2]) for kind in LOOK if kind in kinds}
+    handles = [Patch(**hatch(kind), label=text) for kind, text in texts.items()]
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
     axes.legend(handles=handles, **place, borderpad=0, fontsize=9)
 
