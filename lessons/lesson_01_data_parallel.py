@@ -148,12 +148,13 @@ class Visit(NamedTuple):
 
 
 @contextlib.contextmanager
-def visits_of(model, expected):
+def visits_of(model, expected, patience=5):
     """Write down the calls of `model` and of its replicas in the block, by a hook that they share.
 
-    The hook lets nobody compute before `expected` replicas have been called.
+    The hook lets nobody compute before `expected` replicas have been called, or `patience` seconds
+    have passed.
     """
-    visits, meeting = [], threading.Barrier(expected, timeout=5)
+    visits, meeting = [], threading.Barrier(expected, timeout=patience)
 
     def arrive(replica, inputs):
         together = True
@@ -183,10 +184,10 @@ def gradient_of(model, forward, rows, targets):
     return gradient(model)
 
 
-def watch_step(model, rows, targets, devices):
+def watch_step(model, rows, targets, devices, patience=5):
     """Do a step without its update, and watch it; return a Step."""
     model.zero_grad()
-    watching = visits_of(model, len(parts_of(rows, devices)))
+    watching = visits_of(model, len(parts_of(rows, devices)), patience)
     with watching as visits, Copies(apart=model.parameters()) as forward:
         outputs = data_parallel(model, rows, devices)
     with Copies() as backward:
@@ -301,7 +302,9 @@ def measure(devices, steps, batch_size, seed=0):
     watched = batches[:steps] + few
     seen, problem, off = [], None, [0.0, 0.0]
     for batch in watched:
-        seen.append(watch_step(model, *(place(part, devices[0]) for part in batch), devices))
+        placed = [place(part, devices[0]) for part in batch]
+        patience = 5 if problem is None else 0.1  # seconds: once is enough to know
+        seen.append(watch_step(model, *placed, devices, patience))
         problem = problem or mistake_in(seen[-1], alone, *batch, devices)
     if problem is None:
         off, problem = compare_trainings(model, alone, batches, devices, steps)
