@@ -223,13 +223,19 @@ def mistake_in(step, alone, rows, targets, devices):
         return "the outputs are not those of one device"
     if is_far(step.gradient - gradient_of(alone, alone, rows, targets)):
         return "the gradient is not that of one device"
-    copies, replies = len(parts) - 1, wanted[len(parts[0]) :].nbytes
-    of_model = copies * sum(parameter.nbytes for parameter in alone.parameters())
-    by_hand = [rows[len(parts[0]) :].nbytes, of_model, replies, replies, of_model]
+    by_hand = bytes_by_hand(alone, rows, targets, devices)
     bytes_sent = add_up(step.sent)
     if list(bytes_sent.values()) != by_hand:
         return f"of {len(rows)} rows, the bytes sent are {bytes_sent}; counted by hand: {by_hand}"
     return None
+
+
+def bytes_by_hand(alone, rows, targets, devices):
+    """Return the bytes of each thing that a step must send; an output is as large as a target."""
+    first, *others = parts_of(rows, devices)
+    of_model = len(others) * sum(parameter.nbytes for parameter in alone.parameters())
+    replies = targets[len(first) :].nbytes
+    return [rows[len(first) :].nbytes, of_model, replies, replies, of_model]
 
 
 def is_far(differences):
@@ -275,12 +281,18 @@ def compare_trainings(model, alone, batches, devices, steps):
     twin = place(alone, devices[0])
     library = nn.DataParallel(twin, [device.index for device in devices])
     assert len(library.device_ids) == len(devices), "nn.DataParallel does not use these devices"
-    with visits_of(model, 1) as visits:
+    with visits_of(model, 1) as visits, Copies() as copies:
         ours = record_updates(train, model, placed, devices, steps)
     inside = sorted((visit.device, len(visit.rows)) for visit in visits)
     dealt = [parts_of(batches[step % len(batches)][0], devices) for step in range(steps)]
     if inside != sorted((i, len(part)) for parts in dealt for i, part in enumerate(parts)):
         return [0.0, 0.0], "while it trains, not every device computes its part of every batch"
+    needed = sum(
+        sum(bytes_by_hand(alone, *batches[step % len(batches)], devices)) for step in range(steps)
+    )
+    sent = sum(nbytes for *ends, nbytes in copies.found if None not in ends)  # None: to the CPU
+    if sent != needed:
+        return [0.0, 0.0], f"while it trains, {sent} bytes are sent, not {needed}"
     off = []
     for other in ((alone, alone, batches), (twin, library, placed)):
         theirs = record_updates(train_plainly, *other, steps)

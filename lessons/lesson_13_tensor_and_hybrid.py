@@ -2,9 +2,8 @@
 
 Tensor parallelism cuts the matrices: a layer by columns, the next one by rows, attention by heads.
 What stands between two cuts never travels; each half of a transformer block costs one all-reduce
-forward and one backward. Ranks that share a model can be one replica of several: a mesh of
-data x tensor, the hybrid. Gradients, weights and losses are compared with one process, and the
-messages of each step counted.
+forward and one backward. Ranks that share a model can be one replica of several: the hybrid.
+Gradients, weights and losses are compared with one process, the messages of each step counted.
 
 Run it:   bash scripts/lesson_13.sh --nproc 4 [--data 2 --tensor 2]    (default: much tensor)
 Or alone: python lessons/lesson_13_tensor_and_hybrid.py    (a world of one)

@@ -76,6 +76,11 @@ BREAKS = {
         "        optimizer.step()  # only",
         "        optimizer.step(), optimizer.step()  # only",
     ),
+    "five more replicas": (
+        "        outputs = data_parallel(model, rows, devices)  #",
+        "        [replicate(model, devices[-1]) for _ in range(5)]\n"
+        "        outputs = data_parallel(model, rows, devices)  #",
+    ),
     "no update": ("        optimizer.step()  # only", "        # only"),
 }
 
