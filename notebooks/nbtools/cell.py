@@ -80,7 +80,7 @@ def hint(check):
 
 
 # How the error of a stub reads, without a message, here or on a rank.
-STUB = re.compile(r"(rank \d+: )?NotImplementedError:? ?( ?\(in \S+, line \d+\))?")
+STUB = re.compile(r"(.*[:,] )?(rank \d+: )?NotImplementedError:? ?( ?\(in \S+, line \d+\))?")
 
 
 class _TooLong(BaseException):
