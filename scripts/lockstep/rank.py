@@ -55,11 +55,14 @@ def end_of_exit(code):
 
 def run(script):
     """Run a script as Python would; one that would start ranks itself is one of them."""
-    lesson = lessons.of_script(script)
-    if lesson and lesson.start == lessons.LAUNCH_JOB:
-        run_launched(importlib.import_module(Path(script).stem))
-    else:
-        ending.run_script(script)
+    lesson, rank = lessons.of_script(script), os.environ["RANK"]
+    try:
+        if lesson and lesson.start == lessons.LAUNCH_JOB:
+            run_launched(importlib.import_module(Path(script).stem))
+        else:
+            ending.run_script(script)
+    finally:
+        os.environ["RANK"] = rank  # the script may have changed it; how it ended is told by rank
 
 
 def let_gloo_listen_at(address):
