@@ -2,7 +2,7 @@
 
 A lesson has its five places; its flags are checked before anything starts; its docstring shows
 its real output; its tasks accept the solution and refuse the usual wrong answers; its notebook can
-be compared. Lessons in the form of the third edition owe more; their BREAKS are in test_breaks.py.
+be compared. Lessons in the form of the third edition owe more, and their tests BREAKS (breaks.py).
 """
 
 import ast
@@ -208,11 +208,12 @@ def test_technique_comes_first_and_the_frame_last(lesson):
 
 @each_third
 def test_technique_is_what_a_reader_copies(lesson):
-    """No generator, no claim code, no flag: the proof watches from outside."""
+    """No generator, no claim code, no flag: the proof watches from outside, and has its breaks."""
     source = text_of(SCRIPTS[lesson])
     technique = source.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
     assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
     assert source.endswith(END_OF_FRAME)
+    assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")
 
 
 END_OF_FRAME = """

@@ -5,6 +5,7 @@ from pathlib import Path
 import lesson_01_data_parallel as lesson
 import pytest
 import torch
+from breaks import check_breaks
 from torch import nn
 from torch.utils import backend_registration
 
@@ -18,7 +19,6 @@ ROWS_INSIDE = {
     8: [[4, 4, 4, 4, 4, 4, 4, 2]] * 3 + [[2, 2, 2, 2, 2]],
 }
 
-BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "6"]}  # an epoch has four
 BREAKS = {
     "one device does it all": (
         "    parts = scatter(rows, devices)\n    replicas",
@@ -83,6 +83,11 @@ BREAKS = {
     ),
     "no update": ("        optimizer.step()  # only", "        # only"),
 }
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc):
+    check_breaks(1, BREAKS, nproc, "--steps", 6)  # an epoch has four
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import lesson_02_launch_ddp as lesson
 import pytest
 import torch
 import torch.distributed as dist
+from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT, run_lesson, run_warm
 
 BREAKS = {
@@ -47,7 +48,11 @@ BREAKS = {
     ),
     "the checksum of float32": ("numbers.view(", "numbers.float().view("),
 }
-BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "12"]}
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc):
+    check_breaks(2, BREAKS, nproc, "--steps", 12)
 
 
 @pytest.mark.claim("A10", "A12", "A13", "A18", "B3")

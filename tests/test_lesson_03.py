@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from breaks import check_breaks
 from conftest import ENVIRONMENT, run_lesson, run_warm
 from nbtools import run
 from sklearn.metrics import accuracy_score, f1_score
@@ -24,8 +25,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
 
-# Five steps are an epoch: the sixth one shows whether the next has an order of its own.
-BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "6", "--batch-size", "300"]}
 BREAKS = {
     "the same images on all ranks": (
         "DistributedSampler(data, seed=seed)",
@@ -66,6 +65,12 @@ BREAKS = {
     "evaluation in training mode": ("model.eval()", "pass", (2,)),
     "the mode is lost": ("model.train(was_training)", "pass", (2,)),
 }
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc):
+    # Five steps are an epoch: the sixth one shows whether the next has an order of its own.
+    check_breaks(3, BREAKS, nproc, "--steps", 6, "--batch-size", 300)
 
 
 @pytest.fixture(scope="module", autouse=True)

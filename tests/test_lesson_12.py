@@ -9,6 +9,7 @@ import lesson_12_pipeline_parallel as lesson
 import pytest
 import torch
 import torch.distributed as dist
+from breaks import check_breaks
 from conftest import run_lesson, run_warm
 from nbtools import run
 from torch import nn
@@ -19,7 +20,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MESSAGE = 32 * 32 * 8  # bytes: rows, width, float64
 
-BREAKS_RUN = {"ranks": (2, 3), "flags": ["--steps", "4"]}
 BREAKS = {
     "GPipe under the name of 1F1B": (
         '"1f1b": one_forward_one_backward',
@@ -117,6 +117,11 @@ BREAKS = {
         (2,),
     ),
 }
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc):
+    check_breaks(12, BREAKS, nproc, "--steps", 4)
 
 
 @pytest.mark.claim("D1", "D3")

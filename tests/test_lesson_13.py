@@ -9,6 +9,7 @@ import lesson_13_tensor_and_hybrid as lesson
 import pytest
 import torch
 import torch.distributed as dist
+from breaks import check_breaks
 from conftest import run_lesson, run_warm
 from nbtools import run
 
@@ -18,11 +19,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
 BLOCK = lesson.TOKENS * lesson.WIDTH * 8  # bytes of x for one row, in float64
 
-# Meshes of 2 x 2 and 2 x 3; a replica has an epoch of three steps, the last one smaller.
-BREAKS_RUN = {
-    "ranks": (4, 6),
-    "flags": ["--data", "2", "--batch-size", "200", "--steps", "4", "--seed", "5"],
-}
 BREAKS = {
     "the same rows on all replicas": ("(data, replicas, replica, seed=seed)", "(data, 1, 0)", (4,)),
     "rows by rank": ("(data, replicas, replica, seed=seed)", "(data, seed=seed)", (4,)),
@@ -95,6 +91,13 @@ BREAKS = {
     ),
     "a plan without PrepareModuleInput": ('plan["blocks.*.attention"] =', "_ =", (4,)),
 }
+
+
+@pytest.mark.parametrize("nproc", (4, 6))
+def test_each_break_ends_in_fail(nproc):
+    # Meshes of 2 x 2 and 2 x 3; a replica has an epoch of three steps, the last one smaller.
+    flags = ("--data", 2, "--batch-size", 200, "--steps", 4, "--seed", 5)
+    check_breaks(13, BREAKS, nproc, *flags)
 
 
 # --- The whole script ---

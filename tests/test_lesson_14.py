@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from breaks import check_breaks
 from conftest import ROOT, finish, start_lesson, start_program
 from nbtools import RankFailed, free_ports, run
 
@@ -23,7 +24,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-BREAKS_RUN = {"ranks": (3, 4), "flags": ["--steps", "10"], "machines": 2}
 BREAKS = {
     "127.0.0.1 as everybody's first machine": ("--master-addr={first}", "--master-addr=127.0.0.1"),
     "localhost as everybody's first machine": ("--master-addr={first}", "--master-addr=localhost"),
@@ -53,6 +53,11 @@ BREAKS = {
     "another rendezvous": ('f"--nnodes={nodes}"', '"--rdzv-backend=c10d", f"--nnodes={nodes}"'),
     "a step too few": ("if done == steps:", "if done == steps - 1:"),
 }
+
+
+@pytest.mark.parametrize("nproc", (3, 4))
+def test_each_break_ends_in_fail(nproc):
+    check_breaks(14, BREAKS, nproc, "--steps", 10, machines=2)
 
 
 @pytest.mark.claim("B1", "B2", "B6", "E10", "E13")

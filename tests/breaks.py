@@ -1,0 +1,88 @@
+"""PASS means it: take a part of the technique away, and the lesson's own verdict is FAIL.
+
+Each tests/test_lesson_NN.py has a table BREAKS = {name: (text in the script, text in its place)} of
+such mistakes, and hands it to check_breaks(). A third part of a row, a tuple, says on how many
+ranks this mistake is one, where that differs.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+import types
+from unittest.mock import patch
+
+import cloudpickle
+from lockstep import lessons
+from nbtools import run
+
+# Send the functions of this file to the ranks, so that no rank has to import this file.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def check_breaks(number, breaks, nproc, *flags, machines=1):
+    """Run a lesson's script as it is, then with each of its breaks, on `nproc` ranks.
+
+    With two machines, half of the ranks are told that they run on the second. All runs share one
+    start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
+    new process for each: lesson 01 registers its stand-ins for devices once in a process.
+    """
+    lesson = lessons.find(f"{number:02}")
+    source = lesson.script.read_text()
+    sources = {"as it is": source}
+    assert len(breaks) >= 6
+    for name, (part, other, *where) in breaks.items():
+        assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
+        if not where or nproc in where[0]:
+            sources[name] = source.replace(part, other)
+    importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
+    if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB):
+        flags = [*flags, "--nproc", nproc]
+    words = [str(flag) for flag in flags]
+    said = {}
+    if lesson.start == lessons.ONE_PROCESS:
+        for name, text in sources.items():
+            said |= run(verdicts, 1, {name: text}, words, machines)[0]
+    else:
+        said = run(verdicts, nproc, sources, words, machines, deadline=300)[0]
+    passed, claim = said.pop("as it is")
+    assert passed, claim
+    assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
+
+
+def verdicts(rank, world_size, sources, flags, machines):
+    """Return {name: (passed, claim)}, as this rank sees them, for each of a script's sources."""
+    said = {}
+    for name, source in sources.items():
+        try:
+            said[name] = verdict(rank, world_size, source, flags, machines)
+        except Exception as error:
+            error.add_note(f"in the break {name!r}")
+            raise
+    return said
+
+
+def verdict(rank, world_size, source, flags, machines):
+    """Run a script's main() on a rank, whose group exists already; return (passed, claim)."""
+    import torch
+    import torch.distributed as dist
+
+    node, local_rank = divmod(rank, -(-world_size // machines))
+    here = [other for other in range(world_size) if other // -(-world_size // machines) == node]
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
+    place |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": machines, "LOCAL_WORLD_SIZE": len(here)}
+    place |= {"MASTER_ADDR": "10.14.0.1", "MASTER_PORT": 29500}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
+    sys.modules["script"] = types.ModuleType("script")  # what looks its own module up finds one
+    exec(compile(source, "script.py", "exec"), script)
+    if "launch_job" in script:  # the ranks are started already
+        place = (rank, world_size, torch.device("cpu"))
+        script["launch_job"] = lambda func, nproc, *args: func(*place, *args)
+    with contextlib.ExitStack() as stack:
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(patch.object(dist, name, lambda *args, **kwargs: None))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        passed, claim, _ = script["main"](script["parse_args"](flags))
+    return bool(passed), claim
