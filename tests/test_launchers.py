@@ -202,6 +202,14 @@ def inner(job):
 WORD = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
+@pytest.fixture(autouse=True)
+def hangs_up():
+    """Start commands that hear SIGHUP, also where nohup has started pytest."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("sign", WORD)
 def test_a_launcher_that_is_asked_to_end_says_one_line(start_script, sign):
     """It is asked twice, and its whole group, as by Ctrl-C; one of its processes is deaf."""
