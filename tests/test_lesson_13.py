@@ -79,6 +79,21 @@ BREAKS = {
         (4,),
     ),
     "no update": ("            optimizer.step()\n", "            pass\n", (4,)),
+    "f overwrites the gradient": (
+        "total = gradient.clone(memory_format=torch.contiguous_format)",
+        "total = gradient",
+        (4,),
+    ),
+    "g overwrites the part": (
+        "total = part.clone(memory_format=torch.contiguous_format)",
+        "total = part",
+        (4,),
+    ),
+    "a whole layer is made first": (
+        "mine = nn.Linear(layer.in_features, layer.out_features // dist.get_world_size(group))",
+        "mine = nn.Linear(layer.in_features, layer.out_features)",
+        (4,),
+    ),
     "moved whole to the device": (
         "    split(model.blocks,",
         "    split(model.to(device).blocks,",
