@@ -124,6 +124,14 @@ class TwoMachines:
         for machine in self.machines:
             machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
+    def fence(self):
+        """Give each machine an eth1 that swallows packets: so it looks if a firewall drops them."""
+        for number, machine in enumerate(self.machines):
+            machine.do("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nowhere")
+            machine.do("ip", "link", "set", "eth1", "arp", "off", "up")
+            machine.do("ip", "link", "set", "nowhere", "up")
+            machine.do("ip", "address", "add", f"10.15.0.{number + 1}/24", "dev", "eth1")
+
     def kill(self):
         """Kill machine 1."""
         self.machines[1].kill()
