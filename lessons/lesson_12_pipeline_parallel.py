@@ -61,8 +61,8 @@ def all_forward_then_all_backward(rank, world_size, micro_batches):
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return what a rank does in a step, in order: 1F1B (PipeDream-Flush, Narayanan et al., 2021).
 
-    As many forwards as it takes until the first gradient can be back; then a backward after each
-    forward, so that this rank never keeps more than `world_size - rank` micro-batches.
+    As many forwards as there are ranks behind this one; then a forward and a backward in turn, so
+    that this rank never keeps more than `world_size - rank` micro-batches; at last what is left.
     """
     ahead = min(world_size - 1 - rank, micro_batches)
     actions = [("forward", n) for n in range(ahead)]
@@ -117,7 +117,7 @@ def train_step(rank, world_size, stage, actions, rows, targets):
 
 
 def train(rank, world_size, stage, batches, schedule, micro_batches):
-    """Train `stage`, this rank's layers, by a schedule: one of the two functions above.
+    """Train `stage`, this rank's layers; `schedule` makes the list of this rank's actions.
 
     batches: (rows, targets) for each step; `micro_batches` divides the number of rows.
     """
