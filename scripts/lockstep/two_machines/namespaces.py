@@ -124,13 +124,13 @@ class TwoMachines:
         for machine in self.machines:
             machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
-    def fence(self):
-        """Give each machine an eth1 that swallows packets: so it looks if a firewall drops them."""
-        for number, machine in enumerate(self.machines):
-            machine.do("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nowhere")
-            machine.do("ip", "link", "set", "eth1", "arp", "off", "up")
+    def lead_nowhere(self, name, *addresses):
+        """Give each machine an interface of this name; what is sent there to others is lost."""
+        for machine, address in zip(self.machines, addresses, strict=True):
+            machine.do("ip", "link", "add", name, "type", "veth", "peer", "name", "nowhere")
+            machine.do("ip", "link", "set", name, "arp", "off", "up")
             machine.do("ip", "link", "set", "nowhere", "up")
-            machine.do("ip", "address", "add", f"10.15.0.{number + 1}/24", "dev", "eth1")
+            machine.do("ip", "address", "add", f"{address}/16", "dev", name)
 
     def kill(self):
         """Kill machine 1."""
