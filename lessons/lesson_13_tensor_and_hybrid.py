@@ -406,8 +406,7 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
     everyone = from_all_ranks(losses)[:: shape[1]]  # of each replica once
     facts["moved"] = sum(moved)
     facts["split_losses"] = [sum(step) / len(step) for step in zip(*everyone, strict=True)]
-    facts |= memory(model, whole) | by_library(mesh, device, data, seed)
-    facts["overwritten"] = overwritten(mesh, device)
+    facts |= memory(model, whole) | by_library(mesh, device, data, seed) | overwritten(mesh, device)
     for name, group in zip(("tensor", "data"), groups_of(rank, shape), strict=True):
         last = facts["messages"][-1] if facts["messages"] else []
         facts[name] = [n for kind, ranks, n in last if (kind, ranks) == ("c10d::allreduce_", group)]
@@ -421,7 +420,7 @@ def overwritten(mesh, device):
     SumInForward.apply(part, group)
     torch.autograd.grad(SumInBackward.apply(x, group), x, gradient)
     given = {"g's part": part, "f's gradient": gradient}
-    return [name for name, tensor in given.items() if not tensor.eq(1).all()]
+    return {"overwritten": [name for name, tensor in given.items() if not tensor.eq(1).all()]}
 
 
 def memory(model, whole):

@@ -205,7 +205,7 @@ def check_parts_for_40_gb(guess):
     if guess not in CHOICES:
         return "choose one of 2, 4, 8 and 16"
     if guess not in that_fit:
-        return "does not fit: 16 billion parameters, 16 bytes each, over so many parts, is how much?"
+        return "does not fit: 16 billion parameters of 16 bytes, over so many parts, is how much?"
     return "fits, but what happens to the sums of a replica if you take more parts than you need?"
 
 
@@ -234,7 +234,7 @@ HINTS = {
     ),
     "parts_for_40_gb": (
         "How does the column of gigabytes in the table above change with twice as many blocks? "
-        "Then follow one sum: with more parts there are fewer replicas, so how many rows does each of "
-        "them have?"
+        "Then follow one sum: with more parts there are fewer replicas, so how many rows does "
+        "each of them have?"
     ),
 }
