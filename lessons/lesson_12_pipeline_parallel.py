@@ -61,8 +61,8 @@ def all_forward_then_all_backward(rank, world_size, micro_batches):
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return what a rank does in a step, in order: 1F1B (PipeDream-Flush, Narayanan et al., 2021).
 
-    As many forwards as it takes until the first gradient can be back; then a backward after each
-    forward, so that this rank never keeps more than `world_size - rank` micro-batches.
+    As many forwards as there are ranks behind this one; then a forward and a backward in turn, so
+    that this rank never keeps more than `world_size - rank` micro-batches; at last what is left.
     """
     ahead = min(world_size - 1 - rank, micro_batches)
     actions = [("forward", n) for n in range(ahead)]
@@ -117,7 +117,7 @@ def train_step(rank, world_size, stage, actions, rows, targets):
 
 
 def train(rank, world_size, stage, batches, schedule, micro_batches):
-    """Train `stage`, this rank's layers, by a schedule: one of the two functions above.
+    """Train `stage`, this rank's layers; `schedule` makes the list of this rank's actions.
 
     batches: (rows, targets) for each step; `micro_batches` divides the number of rows.
     """
@@ -214,7 +214,7 @@ class Watch:
         self.same_layers = nn.Sequential(*(whole[number] for number in self.layers))
         self.actions, self.orders = [], []  # of this step; each order that a step has had
         self.sent_after = []  # (step, the action before it, receiver) of each message
-        self.alive, self.kept = [], 0  # [(micro-batch, weak reference)]; most micro-batches
+        self.alive, self.kept = [], 0  # [(micro-batch, its memory)]; most micro-batches
         self.updates, self.off = 0, dict.fromkeys(("outputs", "gradients", "weights"), 0.0)
         self.first_gradient = torch.tensor([])
         self.look_ahead()
@@ -236,7 +236,8 @@ class Watch:
         self.actions.append(("forward", n))
         outputs.register_hook(lambda gradient: self.actions.append(("backward", n)))
         tensors = [inputs, outputs] if inputs.requires_grad else [outputs]  # rows are there anyway
-        self.alive += [(len(self.actions), weakref.ref(tensor)) for tensor in tensors]
+        memory = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]  # of copies, too
+        self.alive += [(len(self.actions), each) for each in memory]
         self.alive = [one for one in self.alive if one[1]() is not None]
         self.kept = max(self.kept, len({number for number, _ in self.alive}))
 
@@ -354,6 +355,16 @@ def make_job(batch_size, steps, seed, device):
     return model.to(device), [(rows[step % 3], targets[step % 3]) for step in range(steps)]
 
 
+def refuses_unequal_pieces(rank, world_size, stage):
+    """Return whether train() refuses three rows in two pieces; it has no actions, so none waits."""
+    rows = torch.zeros(3, 32)
+    try:
+        train(rank, world_size, stage, [(rows, rows)], lambda *_: [], 2)
+    except ValueError:
+        return True
+    return False
+
+
 def needed(rank, world_size, rows, targets):
     """Blank what this rank must not use: only the first reads rows, only the last targets."""
     blank = torch.full_like(rows, torch.nan)
@@ -369,6 +380,7 @@ def measure(rank, world_size, device, steps, batch_size, micro_batches, schedule
     whole = copy.deepcopy(model)
     stage = split(model, world_size)[rank]
     own = (rank, world_size, stage)
+    refuses = refuses_unequal_pieces(*own)
     by_library = library_gradient(*own, device, schedule, *batches[0], micro_batches)
     watch = Watch(stage, whole, batches, micro_batches)
     hooks = [stage.register_forward_hook(watch.after_forward)]
@@ -381,6 +393,7 @@ def measure(rank, world_size, device, steps, batch_size, micro_batches, schedule
     names = ("layers", "updates", "orders", "sent_after", "kept", "off")
     facts = {name: getattr(watch, name) for name in names}
     facts["library_diff"] = difference(watch.first_gradient, by_library)
+    facts["refuses"] = refuses
     facts |= {"messages": dict(sent.messages), "others": dict(sent.others)}
     facts["sent"] = {peer: nbytes // steps for peer, nbytes in sent.bytes_to().items()}
     return facts, stage.state_dict()
@@ -397,6 +410,16 @@ def what_is_wrong(everyone, args):
     for rank, facts in enumerate(everyone):
         if problems := problems_of(rank, facts, len(everyone), args):
             return f"rank {rank} {problems[0]}"
+    return wrong_schedule(len(everyone), args.micro_batches)
+
+
+def wrong_schedule(world_size, micro_batches):
+    """Return a sentence on a schedule that breaks its rule, or None: also if it has not run."""
+    for name, schedule in SCHEDULES.items():
+        for rank in range(world_size):
+            place = rank, world_size, micro_batches
+            if (order := schedule(*place)) != by_the_rule(name, *place):
+                return f"{name} lets rank {rank} do {short(order)}"
     return None
 
 
@@ -418,6 +441,7 @@ def problems_of(rank, facts, world_size, args):
         f"sent {facts['messages']}, not {messages}": facts["messages"] != messages,
         "sent an output or a gradient too late, or too early": facts["sent_after"] != at_once,
         f"called {list(facts['others'])} as well": bool(facts["others"]),
+        "cut a batch into unequal pieces": not facts["refuses"],
     }
     wrong |= {f"has {what} off by {by:.2g}": not by < 1e-12 for what, by in off.items()}
     return [sentence for sentence, is_so in wrong.items() if is_so]

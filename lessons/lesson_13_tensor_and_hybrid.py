@@ -406,11 +406,21 @@ def measure(rank, world_size, device, shape, steps, batch_size=32, seed=0):
     everyone = from_all_ranks(losses)[:: shape[1]]  # of each replica once
     facts["moved"] = sum(moved)
     facts["split_losses"] = [sum(step) / len(step) for step in zip(*everyone, strict=True)]
-    facts |= memory(model, whole) | by_library(mesh, device, data, seed)
+    facts |= memory(model, whole) | by_library(mesh, device, data, seed) | overwritten(mesh, device)
     for name, group in zip(("tensor", "data"), groups_of(rank, shape), strict=True):
         last = facts["messages"][-1] if facts["messages"] else []
         facts[name] = [n for kind, ranks, n in last if (kind, ranks) == ("c10d::allreduce_", group)]
     return facts | {"problem": problem_of(facts, rank, shape, steps, batch_size, seed)}
+
+
+def overwritten(mesh, device):
+    """Return what f or g changes of what it is given, where the sum needs memory of its own."""
+    part, gradient = (torch.ones(2, 3, device=device) for _ in range(2))
+    x, group = torch.ones(2, 3, device=device, requires_grad=True), mesh.get_group("tensor")
+    SumInForward.apply(part, group)
+    torch.autograd.grad(SumInBackward.apply(x, group), x, gradient)
+    given = {"g's part": part, "f's gradient": gradient}
+    return {"overwritten": [name for name, tensor in given.items() if not tensor.eq(1).all()]}
 
 
 def memory(model, whole):
@@ -423,8 +433,11 @@ def memory(model, whole):
     leaves = torch.utils._pytree.tree_leaves([vars(module) for module in model.modules()])
     storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    alive = sum(each is not None for each in cut)
-    return {"parameters": sum(sizes), "bytes_kept": sum(kept.values()), "wholes_alive": alive}
+    facts = {"wholes_alive": sum(each is not None for each in cut)}
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    shapes = [(each.weight.shape, (each.out_features, each.in_features)) for each in layers]
+    facts["made_larger"] = sum(is_now != made for is_now, made in shapes)
+    return facts | {"parameters": sum(sizes), "bytes_kept": sum(kept.values())}
 
 
 def by_library(mesh, device, data, seed):
@@ -461,6 +474,10 @@ def problem_of(facts, rank, shape, steps, batch_size, seed):
         held = f"{facts['parameters']:,} parameters in {facts['bytes_kept']:,} bytes"
         alive = f"{facts['wholes_alive']} whole ones are still there"
         wrong = wrong or f"it holds {held}, and {alive}"
+    if facts["made_larger"]:
+        wrong = wrong or f"{facts['made_larger']} layers were made larger than what they hold"
+    if facts["overwritten"]:
+        wrong = wrong or f"{facts['overwritten'][0]} is overwritten"
     if facts["moved"] > facts["parameters"]:
         wrong = wrong or "something was moved to the device before it was cut"
     calls, lies_on = facts["library_messages"], facts["library_ranks"]

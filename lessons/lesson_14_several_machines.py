@@ -190,7 +190,7 @@ def own_place(rank):
     place = {"rank": rank, "node": node, "local_rank": local_rank, "ranks_here": ranks_here}
     first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place |= {"nodes": nodes, "first": first, "port": port, "rendezvous": "static"}
-    place["typed"] = what_to_type(node, nodes, ranks_here, first, port)
+    place |= {"other flags": [], "typed": what_to_type(node, nodes, ranks_here, first, port)}
     place["listens"], place["connections"] = sockets_of_this_process()
     ends = [there for _, there in place["connections"]]
     place["at_store"] = any(end_port == port for _, end_port in ends)
@@ -201,8 +201,13 @@ def as_torchrun_reads(typed):
     """Return {flag: value} of what stands in a line for torchrun, by torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
-    read = get_args_parser().parse_args([*typed, "train.py"])
+    parser = get_args_parser()
+    read, untold = (parser.parse_args([*flags, "train.py"]) for flags in (typed, []))
+    known = {"node_rank", "nnodes", "nproc_per_node", "master_addr", "master_port"}
+    known |= {"standalone", "rdzv_backend"}
+    told = [name for name, value in vars(read).items() if value != getattr(untold, name)]
     return {
+        "other flags": sorted(set(told) - known),
         "node": int(read.node_rank),
         "nodes": int(read.nnodes),
         "ranks_here": int(read.nproc_per_node),
@@ -259,6 +264,14 @@ def wrong_in_places(places):
     return None
 
 
+def wrong_order(batches, length, seed):
+    """Return what is wrong if this rank's rows do not come in the order of the seed, or None."""
+    rows = list(chain(*(step[dist.get_rank()] for step in batches)))
+    order = list(DistributedSampler(range(length), seed=seed))
+    same = rows[: len(order)] == order[: len(rows)]
+    return None if same else "the first epoch's order of the rows does not come from the seed"
+
+
 def measure(rank, device, args):
     """Train on all ranks of all machines; return (what they found, what is wrong with it)."""
     rows, targets, model = make_toy(args.seed)
@@ -279,6 +292,7 @@ def measure(rank, device, args):
     numbers["max_param_diff"] = (parameters - alone).abs().max().item()
     done = None if len(batches) == args.steps else f"{len(batches)} steps, not {args.steps}"
     dealt = wrong_in_rows(batches, len(rows), args.batch_size)
+    dealt = dealt or wrong_order(batches, len(rows), args.seed)
     talk = None if all(map(is_right, heard)) else "a rank has heard from another one than it asked"
     return numbers | describe(places, replicas), [done, dealt, wrong_in_places(places), talk]
 

@@ -111,6 +111,15 @@ BREAKS = {
         "            messages = late + one_message(",
         (2,),
     ),
+    "all messages are kept": (
+        "    if messages:\n",
+        "    exchange.kept = [*getattr(exchange, 'kept', []), *messages]\n    if messages:\n",
+    ),
+    "GPipe's backwards from the last one on": (
+        '("backward", n) for n in numbers]',
+        '("backward", n) for n in reversed(numbers)]',
+    ),
+    "unequal pieces": ("if len(rows) % micro_batches:", "if False:"),
     "all ranks wait for all": (
         "            work.wait()\n",
         "            work.wait()\n        dist.barrier()\n",

@@ -1,6 +1,9 @@
 """Lesson 13: layers cut by columns and rows, replicas of that, and what it costs."""
 
+import collections
 import functools
+import logging
+import re
 import sys
 
 import cloudpickle
@@ -10,8 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from breaks import check_breaks
-from conftest import run_lesson, run_warm
+from conftest import ROOT, run_lesson, run_warm
 from nbtools import run
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.nn.functional import mse_loss
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -79,6 +85,21 @@ BREAKS = {
         (4,),
     ),
     "no update": ("            optimizer.step()\n", "            pass\n", (4,)),
+    "f overwrites the gradient": (
+        "total = gradient.clone(memory_format=torch.contiguous_format)",
+        "total = gradient",
+        (4,),
+    ),
+    "g overwrites the part": (
+        "total = part.clone(memory_format=torch.contiguous_format)",
+        "total = part",
+        (4,),
+    ),
+    "a whole layer is made first": (
+        "mine = nn.Linear(layer.in_features, layer.out_features // dist.get_world_size(group))",
+        "mine = nn.Linear(layer.in_features, layer.out_features)",
+        (4,),
+    ),
     "moved whole to the device": (
         "    split(model.blocks,",
         "    split(model.to(device).blocks,",
@@ -179,6 +200,77 @@ def test_f_sums_backward_only_and_g_forward_only_and_neither_changes_its_input()
     for rank, (x, seen) in enumerate(run(call_operators, 3)):
         assert x == [rank + 1.0]
         assert seen == [[rank + 1.0], [3.0], [6.0], [1.0]]
+
+
+# --- docs/sequence_and_sharding.md ---
+
+
+def functions_of_the_page():
+    """Return the Python of the page, which needs the names that it uses."""
+    page = (ROOT / "docs" / "sequence_and_sharding.md").read_text()
+    return "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+
+
+def by_tokens(rank, world_size, lines):
+    """Split two blocks by the plan; return the error, and what is sent by forward, SGD, AdamW."""
+    logging.disable()  # full_tensor() remarks that it adds up
+    names = {"parallel": parallel, "Replicate": Replicate, "Shard": Shard}
+    exec(lines, names)
+    torch.manual_seed(0)
+    model, whole = (torch.nn.Sequential(*(lesson.Block() for _ in "ab")).double() for _ in "ab")
+    whole.load_state_dict(model.state_dict())
+    x = torch.randn(32, 8, 48, dtype=torch.float64)
+    mesh = lesson.make_mesh(CPU, world_size)["tensor"]
+    parallel.parallelize_module(model, mesh, names["sequence_plan"]())
+    logs = [lesson.Messages() for _ in range(4)]
+    with logs[0]:
+        result = model(x)
+    between = result.to_local().shape
+    result = result.full_tensor()
+    with logs[1]:
+        result.square().mean().backward()
+    whole(x).square().mean().backward()
+    off = lesson.distance(lesson.gradients(model), lesson.gradients(whole), rank)
+    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+    for log, optimizer in zip(logs[2:], (sgd, adamw), strict=True):
+        with log:
+            optimizer(model.parameters()).step()
+    sent = [collections.Counter(kind.rpartition("::")[2] for kind, *_ in log.calls) for log in logs]
+    return off, tuple(between), *sent
+
+
+def test_the_plan_by_tokens_sends_what_the_page_says():
+    both = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+    for off, between, *sent in run(by_tokens, 2, functions_of_the_page()):
+        assert off < 1e-12 and between == (32, 4, 48)
+        assert sent == [both, both, {"all_reduce": 8}, {"all_reduce": 24}]
+
+
+def sharded(rank, world_size, lines, each_block):
+    """Shard the replicas of the split model; return the error, and the number of all-gathers."""
+    logging.disable()  # full_tensor() remarks that it needs two all-gathers
+    names = {"fully_shard": fully_shard}
+    exec(lines, names)
+    mesh = lesson.make_mesh(CPU, tensor=2)
+    (data, model), (_, whole) = lesson.make_problem(seed=0), lesson.make_problem(seed=0)
+    rows, targets = (part[:32] for part in data.tensors)
+    lesson.split_by_library(model, mesh)
+    if each_block:
+        names["shard"](model, mesh)
+    else:
+        fully_shard(model, mesh=mesh["data"])
+    mine = slice(mesh.get_local_rank("data"), None, 2)
+    with lesson.Messages() as sent:
+        mse_loss(model(rows[mine]), targets[mine]).backward()
+    mse_loss(whole(rows), targets).backward()
+    off = lesson.distance(lesson.gradients(model), lesson.gradients(whole), rank % 2)
+    return off, sum("gather" in kind for kind, *_ in sent.calls)
+
+
+@pytest.mark.parametrize(("each_block", "gathers"), [(True, 5), (False, 1)])
+def test_replicas_that_share_their_part_gather_as_the_page_says(each_block, gathers):
+    for off, found in run(sharded, 4, functions_of_the_page(), each_block):
+        assert off < 1e-12 and found == gathers
 
 
 # --- Flags ---

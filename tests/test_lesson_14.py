@@ -51,13 +51,18 @@ BREAKS = {
     "a sum of gradients": ("loss.backward()", "(loss * world_size).backward()"),
     "every machine alone": ('f"--nnodes={nodes}"', '"--standalone", f"--nnodes={nodes}"'),
     "another rendezvous": ('f"--nnodes={nodes}"', '"--rdzv-backend=c10d", f"--nnodes={nodes}"'),
+    "a flag that puts the others out of force": (
+        'f"--nnodes={nodes}"',
+        'f"--rdzv-endpoint=127.0.0.1:{port}", f"--nnodes={nodes}"',
+    ),
+    "not by the seed": ("DistributedSampler(data, seed=seed)", "DistributedSampler(data)"),
     "a step too few": ("if done == steps:", "if done == steps - 1:"),
 }
 
 
 @pytest.mark.parametrize("nproc", (3, 4))
 def test_each_break_ends_in_fail(nproc):
-    check_breaks(14, BREAKS, nproc, "--steps", 10, machines=2)
+    check_breaks(14, BREAKS, nproc, "--steps", 10, "--seed", 5, machines=2)
 
 
 @pytest.mark.claim("B1", "B2", "B6", "E10", "E13")

@@ -218,7 +218,7 @@ def _draw_collective(axes, moment, event, places):
     axes.text(middle, (low + high) / 2, text, **SMALL | {"rotation": 90}, bbox=box)
 
 
-PARTS = [("#56B4E9", ""), ("#E69F00", "////")]  # of rank 0, of rank 1
+PARTS = [("#F0E442", ""), ("#CC79A7", "xx")]  # of rank 0, of rank 1
 
 
 def matrices(factors, title):

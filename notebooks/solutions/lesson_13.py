@@ -171,7 +171,7 @@ def check_clip(attempt):
 
 
 def seconds_of_sending(parts, rows=512):
-    """Return seconds per step of (sums, gradients): 4 machines of 8 devices, 40 blocks of 4,096.
+    """Return seconds per step of (sums, gradients): 4 machines of 8 devices, 80 blocks of 4,096.
 
     `rows` of 2,048 tokens in a step, over all devices; numbers have 2 bytes. NVLink in a machine;
     each machine has 8 cards of 100 Gbit/s, and what leaves it goes through all of them.
@@ -184,7 +184,7 @@ def seconds_of_sending(parts, rows=512):
     else:
         one_sum = how_fast.predict_all_reduce(card, parts, x / 8)
     gradients = PARAMETERS * 2 / max(parts, 8)  # a machine has a whole model, or 8 of its parts
-    return 4 * 40 * one_sum, how_fast.predict_all_reduce(card, replicas, gradients)
+    return 4 * 80 * one_sum, how_fast.predict_all_reduce(card, replicas, gradients)
 
 
 def gigabytes(parts):
@@ -192,9 +192,9 @@ def gigabytes(parts):
     return 16 * PARAMETERS / parts / 1e9
 
 
-PARAMETERS, CHOICES = 40 * 12 * 4096**2, (2, 4, 8, 16)
+PARAMETERS, CHOICES = 80 * 12 * 4096**2, (2, 4, 8, 16)
 that_fit = [parts for parts in CHOICES if gigabytes(parts) <= 40]
-# It is 4: 64 GB do not fit with 2 parts, 32 GB do with 4, and more parts only enlarge the sums.
+# It is 8: 64 GB do not fit with 4 parts, 32 GB do with 8, and more parts only enlarge the sums.
 parts_for_40_gb = min(that_fit, key=lambda parts: sum(seconds_of_sending(parts)))
 
 
@@ -205,7 +205,7 @@ def check_parts_for_40_gb(guess):
     if guess not in CHOICES:
         return "choose one of 2, 4, 8 and 16"
     if guess not in that_fit:
-        return "does not fit: 8 billion parameters, 16 bytes each, over so many parts, is how much?"
+        return "does not fit: 16 billion parameters of 16 bytes, over so many parts, is how much?"
     return "fits, but what happens to the sums of a replica if you take more parts than you need?"
 
 
@@ -233,8 +233,8 @@ HINTS = {
         "these sums. Which parameters would be counted once, and which several times?"
     ),
     "parts_for_40_gb": (
-        "The column of gigabytes in the table above tells which numbers fit. For the rest, "
-        "follow one sum: with more parts there are fewer replicas, so how many rows does each of "
-        "them have?"
+        "How does the column of gigabytes in the table above change with twice as many blocks? "
+        "Then follow one sum: with more parts there are fewer replicas, so how many rows does "
+        "each of them have?"
     ),
 }

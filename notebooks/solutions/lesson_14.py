@@ -1,18 +1,11 @@
 """Solutions of the tasks of lesson 14, and their checks."""
 
-import contextlib
-import io
-import os
-import re
-import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-from lockstep import network
-from nbtools import RankFailed, free_ports, run
+from nbtools import RankFailed, run
 
 # --- Task 1: predict ---
 
@@ -26,115 +19,7 @@ def check_rank_there(guess):
     return "count the processes of the machines that come before it"
 
 
-# --- Task 2: repair ---
-
-
-def flags_on(machine, machines, ranks_here, first, own, port):
-    """Return what torchrun is told on this machine."""
-    return [
-        f"--nnodes={machines}",  # of machines, not of ranks
-        f"--node-rank={machine}",  # from 0
-        f"--nproc-per-node={ranks_here}",
-        f"--master-addr={first}",  # where machine 0 is, on all machines
-        f"--master-port={port}",
-    ]
-
-
-def parse(flags):
-    """Return the flags as torchrun reads them, or one line that says what it does not like."""
-    from torch.distributed.run import get_args_parser
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return get_args_parser().parse_args([*map(str, flags), "train.py"])
-    except SystemExit:
-        return f"torchrun refuses the flags: {said.getvalue().strip().splitlines()[-1]}"
-
-
-def means_this_machine(host, addresses):
-    """Return whether a name means, on each machine, the machine itself: localhost, 127.1, 0.0.0.0.
-
-    Our machines have addresses of that kind, too: these are taken for addresses of a network.
-    """
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return False
-    itself = network.is_loopback(address) or address == "0.0.0.0"
-    return itself and address not in addresses
-
-
-def meet(machine, machines, told, addresses, patience):
-    """Be a launcher, up to the moment when it has met the others; return (number, of how many)."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store writes a page about each failure
-    network.let_stores_listen_at_one_address()
-    node, nodes, endpoint, job = told[machine]
-    host, colon, port = endpoint.rpartition(":")
-    if addresses[0] != "127.0.0.1" and means_this_machine(host, addresses):
-        endpoint = addresses[machine] + colon + port
-    options = {"rank": node, "timeout": patience}
-    dist.barrier()  # nobody waits while another process is still being started
-    try:
-        place = RendezvousParameters("static", endpoint, job, nodes, nodes, **options)
-        handler = create_rdzv_handler(place)
-        met = handler.next_rendezvous()
-        met.store.set(f"machine {met.rank} is here", "")
-        for other in range(met.world_size):
-            met.store.get(f"machine {other} is here")
-        answer = met.rank, met.world_size
-    except Exception as error:
-        text = re.sub(r", [0-9]+\)", ", its port)", str(error).splitlines()[0])
-        answer = f"{type(error).__name__}: {re.sub('after [0-9]+ ?(seconds|ms)', 'in vain', text)}"
-    dist.barrier()  # who holds the store stays until all have found out
-    return answer
-
-
-def check_flags_on(attempt, patience=2):
-    """Return None if the machines find each other, with 2 and with 3 of them.
-
-    A machine waits `patience` seconds for the others, and then gives up.
-    """
-    from torch.distributed.run import get_rdzv_endpoint
-
-    for ranks_on in ([2, 2], [1, 3, 2]):
-        machines, (port,) = len(ranks_on), free_ports(1)
-        last = 2 if sys.platform == "linux" else 1  # a Mac has only 127.0.0.1
-        addresses = [f"127.0.0.{machine + last}" for machine in range(machines)]
-        told = []
-        for machine, own in enumerate(addresses):
-            place = (machine, machines, ranks_on[machine], addresses[0], own, port)
-            arguments = parse(attempt(*place))
-            if isinstance(arguments, str):
-                return arguments
-            if arguments.standalone:
-                return "--standalone makes a job of this machine alone, whatever else is said"
-            if arguments.rdzv_backend != "static":
-                return "here the machines are numbered by hand: no --rdzv-backend"
-            if arguments.nproc_per_node != str(ranks_on[machine]):
-                wanted = f"{arguments.nproc_per_node} ranks, and not {ranks_on[machine]}"
-                return f"with {machines} machines: machine {machine} would start {wanted}"
-            nodes = int(arguments.nnodes.split(":")[-1])
-            job = arguments.rdzv_id  # a part of each key in the store
-            told.append((arguments.node_rank, nodes, get_rdzv_endpoint(arguments), job))
-        answers = run(meet, machines, told, addresses, patience, deadline=60)
-        if answers != [(machine, machines) for machine in range(machines)]:
-            said = "; ".join(describe(machine, answer) for machine, answer in enumerate(answers))
-            return f"with {machines} machines: {said}"
-    return None
-
-
-def describe(machine, answer):
-    """Return what a launcher said, in words."""
-    if isinstance(answer, tuple):
-        return f"machine {machine} believes that it is node {answer[0]} of {answer[1]}"
-    return f"machine {machine} says {answer}"
-
-
-# --- Task 3: build ---
+# --- Task 2: build ---
 
 
 def number_the_ranks(store, node, nodes, ranks_here):
@@ -203,11 +88,36 @@ def check_number_the_ranks(attempt, deadline=20):
     return None
 
 
+# --- Task 3: find the mistake ---
+
+CAUSES = ("--nnodes", "--node-rank", "--master-addr", "--master-port")
+CAUSES += ("GLOO_SOCKET_IFNAME", "firewall")
+
+# A: nobody says how many clients have come, so nobody holds the store: no machine is node 0.
+# B: the launchers have met, and gloo has offered 172.17.0.1, which is docker's own on each machine.
+# C: machine 1 looks for the store at its own address.
+what_to_change = {"A": "--node-rank", "B": "GLOO_SOCKET_IFNAME", "C": "--master-addr"}
+
+
+def check_what_to_change(guess):
+    """Return None if all three are right, else a hint to the first that is not."""
+    if not isinstance(guess, dict) or guess.keys() != what_to_change.keys():
+        return "a dictionary is wanted, with a word for each of A, B and C"
+    for job, cause in what_to_change.items():
+        if guess[job] is None:
+            return f"nothing is said of job {job}"
+        if guess[job] not in CAUSES:
+            return f"job {job}: take one of {', '.join(CAUSES)}"
+        if guess[job] != cause:
+            return f"job {job}: that would look different"
+    return None
+
+
 # What test_contract.py asks: (check, solution) of each task.
 TASKS = {
     "rank_there": (check_rank_there, rank_there),
-    "flags_on": (check_flags_on, flags_on),
     "number_the_ranks": (check_number_the_ranks, number_the_ranks),
+    "what_to_change": (check_what_to_change, what_to_change),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -216,14 +126,13 @@ HINTS = {
         "The launchers number the processes machine by machine, and ranks and local ranks both "
         "begin at 0. How many processes have got their number before this one?"
     ),
-    "flags_on": (
-        "Ask of each flag whether it is about the whole job or about this machine. Then compare "
-        "with the two lines that were printed above: what is the same on both machines, and what "
-        "differs?"
-    ),
     "number_the_ranks": (
         "What must each launcher write down for the others before it can know anything itself, "
         "and under which key will they find it? Of all the numbers, which ones lie before this "
         "machine's first rank?"
+    ),
+    "what_to_change": (
+        "Only who holds the store counts clients: which machine should do that, and does it? "
+        "Then compare each address in the logs with the two that the table's machines have."
     ),
 }

@@ -208,7 +208,7 @@ WRONG = {
     },
     "parts_for_40_gb": {
         "too few": (2, "does not fit"),
-        "as many as a machine has": (8, "fits, but"),
+        "as for 40 blocks": (4, "does not fit"),
         "two machines": (16, "fits, but"),
         "not a choice": (5, "choose one of"),
     },

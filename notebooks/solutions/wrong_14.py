@@ -4,102 +4,12 @@ import time
 from functools import partial
 
 from solutions.lesson_14 import (
-    check_flags_on,
     check_number_the_ranks,
-    flags_on,
     number_the_ranks,
+    what_to_change,
 )
 
 # --- Task 2 ---
-
-
-def flags(nodes, node, ranks, address, port):
-    return [
-        f"--nnodes={nodes}",
-        f"--node-rank={node}",
-        f"--nproc-per-node={ranks}",
-        f"--master-addr={address}",
-        f"--master-port={port}",
-    ]
-
-
-def as_given(machine, machines, ranks_here, first, own, port):
-    return flags(1, 0, ranks_here, own, port)
-
-
-def all_wrong(machine, machines, ranks_here, first, own, port):
-    return flags(machines * ranks_here, machine + 1, ranks_here, own, port)
-
-
-def own_address(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, ranks_here, own, port)
-
-
-def counted_from_one(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine + 1, ranks_here, first, port)
-
-
-def too_many_nodes(machine, machines, ranks_here, first, own, port):
-    return flags(machines + 1, machine, ranks_here, first, port)
-
-
-def backwards(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machines - 1 - machine, ranks_here, first, port)
-
-
-def other_ports(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, ranks_here, first, port + machine)
-
-
-def one_rank_each(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, 1, first, port)
-
-
-def misspelt(machine, machines, ranks_here, first, own, port):
-    return [f"--nodes={machines}", *flags_on(machine, machines, ranks_here, first, own, port)[1:]]
-
-
-def by_c10d(machine, machines, ranks_here, first, own, port):
-    return [*flags_on(machine, machines, ranks_here, first, own, port), "--rdzv-backend=c10d"]
-
-
-def by_localhost(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, ranks_here, "127.0.0.1", port)
-
-
-def by_any_address(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, ranks_here, "0.0.0.0", port)
-
-
-def by_another_loopback(machine, machines, ranks_here, first, own, port):
-    return flags(machines, machine, ranks_here, "127.1", port)
-
-
-def no_address(machine, machines, ranks_here, first, own, port):
-    right = flags_on(machine, machines, ranks_here, first, own, port)
-    return [flag for flag in right if "master-addr" not in flag]
-
-
-def alone(machine, machines, ranks_here, first, own, port):
-    return [*flags_on(machine, machines, ranks_here, first, own, port), "--standalone"]
-
-
-def other_endpoint(machine, machines, ranks_here, first, own, port):
-    return [*flags_on(machine, machines, ranks_here, first, own, port), f"--rdzv-endpoint={own}:1"]
-
-
-def other_names_of_the_job(machine, machines, ranks_here, first, own, port):
-    right = flags_on(machine, machines, ranks_here, first, own, port)
-    return [*right, f"--rdzv-id=machine{machine}"]
-
-
-def right_with_underscores(machine, machines, ranks_here, first, own, port):
-    """Not wrong: the spelling of the old launcher."""
-    right = flags_on(machine, machines, ranks_here, first, own, port)
-    return [flag.replace("node-rank", "node_rank").replace("master-", "master_") for flag in right]
-
-
-# --- Task 3 ---
 
 
 def all_have_as_many(store, node, nodes, ranks_here):
@@ -145,10 +55,7 @@ def only_the_first_rank(store, node, nodes, ranks_here):
 
 
 # Checks for attempts that wait for who never comes: they have less patience.
-IMPATIENT = partial(check_flags_on, patience=1)
 IMPATIENT_NUMBERS = partial(check_number_the_ranks, deadline=2)
-
-RIGHT = {"flags_on": [right_with_underscores]}  # other right answers
 
 WRONG = {
     "rank_there": {
@@ -157,29 +64,6 @@ WRONG = {
         "the local rank": (1, "the machines that come before it"),
         "counted from one": (7, "the machines that come before it"),
         "the node rank": (2, "the machines that come before it"),
-    },
-    "flags_on": {
-        "as given": (as_given, "machine 1 believes that it is node 0 of 1"),
-        "all wrong": (all_wrong, "machine 0 says DistNetworkError: The client socket", IMPATIENT),
-        "own address": (own_address, "1/2 clients joined", IMPATIENT),
-        "from one": (counted_from_one, "machine 0 says DistNetworkError", IMPATIENT),
-        "too many nodes": (too_many_nodes, "2/3 clients joined"),
-        "backwards": (backwards, "machine 0 believes that it is node 1 of 2"),
-        "other ports": (other_ports, "1/2 clients joined", IMPATIENT),
-        "one rank each": (one_rank_each, "machine 0 would start 1 ranks, and not 2"),
-        "misspelt": (misspelt, "torchrun refuses the flags"),
-        "c10d": (by_c10d, "no --rdzv-backend"),
-        "localhost": (by_localhost, "1/2 clients joined", IMPATIENT),
-        "0.0.0.0": (by_any_address, "1/2 clients joined", IMPATIENT),
-        "127.1": (by_another_loopback, "1/2 clients joined", IMPATIENT),
-        "no address": (no_address, "1/2 clients joined", IMPATIENT),
-        "standalone": (alone, "a job of this machine alone"),
-        "other names": (
-            other_names_of_the_job,
-            "with 2 machines: machine 0 says DistStoreError",
-            IMPATIENT,
-        ),
-        "other endpoint": (other_endpoint, "with 2 machines: machine 0 says", IMPATIENT),
     },
     "number_the_ranks": {
         "as many": (all_have_as_many, "with 2 + 1 ranks: machine 0 believes in a world of 4"),
@@ -190,5 +74,13 @@ WRONG = {
         "numbers machines": (numbers_machines, "machine 0 believes in a world of 2"),
         "says nothing": (says_nothing_itself, "no answer after 2 s", IMPATIENT_NUMBERS),
         "the first rank only": (only_the_first_rank, "not two numbers"),
+    },
+    "what_to_change": {
+        "nothing yet": (dict.fromkeys("ABC"), "nothing is said of job A"),
+        "one word": (["--node-rank"], "a dictionary is wanted"),
+        "no such word": (dict.fromkeys("ABC", "port"), "job A: take one of --nnodes"),
+        "an address for all": (dict.fromkeys("ABC", "--master-addr"), "job A: that would look"),
+        "a firewall": (what_to_change | {"B": "firewall"}, "job B: that would look different"),
+        "a port": (what_to_change | {"C": "--master-port"}, "job C: that would look different"),
     },
 }

@@ -29,10 +29,15 @@ class Fault(NamedTuple):
     flags: tuple = ({}, {})  # of each machine's torchrun; None: nobody starts it
     variables: tuple = ({}, {})  # of each machine's environment
     own_name: str | None = None  # what each machine believes its own address to be
+    nowhere: tuple = ()  # (name, addresses) of an interface that leads nowhere
     event: str | None = None  # the method of TwoMachines that is called when the ranks have met
 
 
-LO, ETH, ETH9 = ({"GLOO_SOCKET_IFNAME": name} for name in ("lo", "eth0", "eth9"))
+NAMES = "lo", "eth0", "eth1", "eth9", "docker0"
+LO, ETH, ETH1, ETH9, DOCKER = ({"GLOO_SOCKET_IFNAME": name} for name in NAMES)
+LOST = "eth1", "10.15.0.1", "10.15.0.2"  # packets are lost there, as by a firewall that drops them
+INSIDE = "docker0", "172.17.0.1", "172.17.0.1"  # on each machine a network of its own
+OWN = {"--master-addr": "10.14.0.2"}
 HERE = {"--master-addr": "127.0.0.1"}
 COMES = "start it, or look why not"
 FAULTS = {
@@ -44,6 +49,12 @@ FAULTS = {
     "no-such": Fault("machine 1 has no eth9", "`ip address` lists them", variables=({}, ETH9)),
     "loopback": Fault("gloo uses lo", "GLOO_SOCKET_IFNAME=eth0", variables=(LO, LO)),
     "debian": Fault("own name is 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0", own_name="127.0.1.1"),
+    "firewall": Fault("packets are lost", "allow every port", variables=(ETH1, ETH1), nowhere=LOST),
+    "own": Fault("machine 1 is told its own address", "that of machine 0", ({}, OWN)),
+    "ones": Fault("both have node rank 1", "--node-rank 0 and 1", ({"--node-rank": 1}, {})),
+    "docker": Fault(
+        "gloo uses docker0", "GLOO_SOCKET_IFNAME=eth0", variables=(DOCKER, DOCKER), nowhere=INSIDE
+    ),
     "killed": Fault("machine 1 is killed", "c10d, restarts, checkpoints", event="kill"),
     "cut": Fault("the cable is cut", "a timeout that suits you", event="cut"),
     "replaced": Fault("machine 1 dies in lesson 06, and is replaced", "this is it"),
@@ -75,6 +86,8 @@ def make(fault):
         if fault.own_name:
             for machine in two.machines:
                 machine.names(two.folder, fault.own_name)
+        if fault.nowhere:
+            two.lead_nowhere(*fault.nowhere)
         nodes = [node for node in (0, 1) if fault.flags[node] is not None]
         jobs = [start_launcher(two, node, fault) for node in nodes]
         said = [two.folder / f"said_{node}" for node in nodes]

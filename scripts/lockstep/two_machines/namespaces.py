@@ -124,6 +124,14 @@ class TwoMachines:
         for machine in self.machines:
             machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
+    def lead_nowhere(self, name, *addresses):
+        """Give each machine an interface of this name; what is sent there to others is lost."""
+        for machine, address in zip(self.machines, addresses, strict=True):
+            machine.do("ip", "link", "add", name, "type", "veth", "peer", "name", "nowhere")
+            machine.do("ip", "link", "set", name, "arp", "off", "up")
+            machine.do("ip", "link", "set", "nowhere", "up")
+            machine.do("ip", "address", "add", f"{address}/16", "dev", name)
+
     def kill(self):
         """Kill machine 1."""
         self.machines[1].kill()
