@@ -73,7 +73,7 @@ def be_rank(rank, func, nproc, arguments, folder):
     result = func(rank, world_size, device, *arguments)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()  # not in a `finally`: the others would fail before us
+    dist.destroy_process_group()  # not in a `finally`: another rank's error might come first
 
 
 def join_group(backend=None, store=None):
