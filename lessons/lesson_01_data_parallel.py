@@ -227,7 +227,19 @@ def mistake_in(step, alone, rows, targets, devices):
     bytes_sent = add_up(step.sent)
     if list(bytes_sent.values()) != by_hand:
         return f"of {len(rows)} rows, the bytes sent are {bytes_sent}; counted by hand: {by_hand}"
-    return None
+    return wrong_with_a_buffer(rows, devices)
+
+
+def wrong_with_a_buffer(rows, devices):
+    """Return what is wrong with a step of a model whose outputs depend on a buffer, or None."""
+    alone = nn.BatchNorm1d(5, dtype=torch.float64).eval()
+    alone.running_mean += rows[0]
+    try:
+        outputs = data_parallel(place(alone, devices[0]), place(rows, devices[0]), devices)
+        off = outputs.detach().cpu() - alone(rows).detach()
+    except RuntimeError as error:  # for example: tensors of several devices were mixed
+        return f"a model with a buffer does not run: {error}"
+    return "with a buffer, the outputs are not those of one device" if is_far(off) else None
 
 
 def bytes_by_hand(alone, rows, targets, devices):

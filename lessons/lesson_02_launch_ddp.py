@@ -29,7 +29,7 @@ import os
 import sys
 from collections import Counter
 from datetime import timedelta
-from itertools import chain, product
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def join_group(backend=None, store=None):
     """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
-    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU. If only
+    some machines have GPUs, pass `backend`. If a rank may keep the others waiting for more than
+    two minutes, raise `timeout`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -176,17 +177,21 @@ def compare(everyone, start, rows, targets):
     That process takes the rows from the data of this rank: row 7 must be the same row everywhere.
     """
     one_process = copy.deepcopy(start)
+    sgd = torch.optim.SGD(one_process.parameters(), lr=0.1)
     facts = {"loss_first": mse_loss(one_process(rows), targets).item(), "param_spread": []}
-    grad_diffs = [torch.zeros(())]
+    grad_diffs, update_diffs = [torch.zeros(())], [torch.zeros(())]
     for seen in zip(*everyone, strict=False):  # of all ranks, after the same update
         numbers, gradients, replicas = zip(*seen, strict=True)
         batch = list(chain(*numbers))
         one_process.zero_grad()
         mse_loss(one_process(rows[batch]), targets[batch]).backward()
         grad_diffs += [(theirs - gradient(one_process)).abs().max() for theirs in gradients]
+        sgd.step()
+        update_diffs += [(theirs - parameters(one_process)).abs().max() for theirs in replicas]
         facts["param_spread"].append(spread(replicas))
         nn.utils.vector_to_parameters(replicas[0], one_process.parameters())  # for the next step
     facts["max_grad_diff"] = torch.stack(grad_diffs).max().item()  # nan, if one of them is
+    facts["max_update_diff"] = torch.stack(update_diffs).max().item()
     facts["worst_spread"] = torch.tensor(facts["param_spread"] or [math.nan]).max().item()
     facts["loss_last"] = mse_loss(one_process(rows), targets).item()
     facts["untrained"] = (parameters(one_process) == parameters(start)).sum().item()
@@ -197,13 +202,12 @@ def checksum_works(model, equal):
     """Return whether `replicas_agree` is right now, and sees a last bit that one rank changes."""
     world_size = dist.get_world_size()
     answers = [replicas_agree(model) == equal]
-    for parameter, place in product(model.parameters(), (0, -1)):
-        kept = parameter.detach().clone()
+    for number in chain(*(parameter.detach().view(-1) for parameter in model.parameters())):
+        kept = number.clone()
         if dist.get_rank() == world_size - 1:
-            number = parameter.detach().view(-1)[place]
             number.copy_(torch.nextafter(number, torch.full_like(number, math.inf)))
         answers.append(replicas_agree(model) == (world_size == 1))
-        parameter.detach().copy_(kept)
+        number.copy_(kept)
     return all(chain(*from_all_ranks(answers)))
 
 
@@ -251,6 +255,7 @@ def wrong_in_numbers(facts, made, steps):
         f"updates, rank by rank: {made}, and not {steps}": set(made) == {steps},
         "the replicas are not equal": facts["worst_spread"] == 0.0,
         "a gradient is not that of the whole batch": facts["max_grad_diff"] < 1e-12,
+        "an update is not that of one process": facts["max_update_diff"] < 1e-12,
         "some parameters were never updated": facts["untrained"] == 0,
         "the loss has not fallen": facts["loss_last"] < facts["loss_first"],
         "the checksum does not tell equal replicas from others": facts["checksum_works"],

@@ -73,14 +73,15 @@ def be_rank(rank, func, nproc, arguments, folder):
     result = func(rank, world_size, device, *arguments)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()  # not in a `finally`: the others would fail before us
+    dist.destroy_process_group()  # not in a `finally`: another rank's error might come first
 
 
 def join_group(backend=None, store=None):
     """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
-    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU. If only
+    some machines have GPUs, pass `backend`. If a rank may keep the others waiting for more than
+    two minutes, raise `timeout`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -416,12 +417,14 @@ def main(args):
     os.environ.pop("RANK", None)  # inherited, if at all: this process is no rank of another job
     counts, wrong = torch.tensor(result.pop("counts")), result.pop("wrong")
     means = torch.tensor(result["loss_per_rank"]).mean(0).tolist()
-    result |= {"lesson": 3, "world_size": args.nproc}
+    result |= {"lesson": 3, "world_size": len(result["loss_per_rank"])}
     result |= {"loss_first": means[0], "loss_last": means[-1]}
     result |= {"accuracy": accuracy(counts), "images_evaluated": counts.sum().item()}
     report(result, counts, args.steps)
     long_enough = args.steps >= 300 and args.batch_size >= 60
     wanted = 0.95 if long_enough else 0.0  # a short run can't learn as much
+    if result["world_size"] != args.nproc:
+        wrong.append(f"{args.nproc} ranks were started; the group has {result['world_size']}")
     if result["param_spread"] != 0:
         wrong.append("the replicas are not equal")
     claim = f"accuracy {result['accuracy']:.3f} on {result['images_evaluated']} images"

@@ -45,6 +45,7 @@ BREAKS = {
         "{id(tensor): tensor.to(device) for tensor in tensors}",
         "{id(tensor): tensor.detach().to(device) for tensor in tensors}",
     ),
+    "buffers stay at home": ("[*model.parameters(), *model.buffers()]", "[*model.parameters()]"),
     "one replica frozen": (
         "{id(tensor): tensor.to(device) for tensor in tensors}",
         "{id(t): t.to(device) if device.index != 1 else t.detach().to(device) for t in tensors}",

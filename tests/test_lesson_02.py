@@ -25,7 +25,14 @@ BREAKS = {
     "no backward": ("loss.backward()", "pass"),
     "gradients pile up": ("optimizer.zero_grad()", "pass"),
     "a part of the model is not trained": ("model.parameters(), lr", "[model.weight], lr"),
-    "a learning rate for each rank": ("lr=0.1", "lr=0.1 * (1 + dist.get_rank())"),
+    "another optimizer": (
+        "(model.parameters(), lr=0.1)",
+        "(model.parameters(), lr=0.1 / world_size, momentum=0.5)",
+    ),
+    "a learning rate for each rank": (
+        "(model.parameters(), lr=0.1",
+        "(model.parameters(), lr=0.1 * (1 + dist.get_rank())",
+    ),
     "one rank leaves out an update": (
         "optimizer.step()",
         "(done == 3 and dist.get_rank() == 1) or optimizer.step()",
@@ -45,6 +52,10 @@ BREAKS = {
     "the checksum of the last number": (
         "flatten()\n        digest",
         "flatten()[-1:]\n        digest",
+    ),
+    "the checksum of the first and the last number": (
+        "flatten()\n        digest",
+        "flatten()[[0, -1]]\n        digest",
     ),
     "the checksum of float32": ("numbers.view(", "numbers.float().view("),
 }

@@ -108,6 +108,20 @@ def test_two_jobs_at_once_both_pass():
     assert all(stdout.splitlines()[-1].startswith("PASS ") for _, stdout in jobs)
 
 
+def test_ranks_that_never_met_end_in_fail(tmp_path):
+    """check_breaks replaces launch_job and be_rank; here they start the ranks."""
+    source = Path(lesson.__file__).read_text()
+    told = [line for line in source.splitlines() if line.startswith("    os.environ.update(")]
+    assert len(told) == 2
+    for line in told:
+        source = source.replace(line, "    pass")
+    (tmp_path / "script.py").write_text(source)
+    flags = ["--nproc=2", "--steps=2", "--batch-size=8"]
+    ((code, stdout),) = run_warm(tmp_path / "script.py", 1, *flags)
+    claim = stdout.splitlines()[-1]
+    assert code == 1 and "2 ranks were started; the group has 1" in claim
+
+
 def test_fewer_images_than_ranks_are_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         lesson.parse_args(["--nproc=4", "--batch-size=3"])

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nbtools import pictures
-from nbtools.record import Saved, Span, record, until_all_have_come
+from nbtools.record import Saved, Span, over_before_the_update, record, until_all_have_come
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -370,6 +370,13 @@ def test_record_has_the_bytes_of_wire_on_one_clock_for_all_ranks(recorded):
     (first, _), (second, _) = recorded  # no all-reduce ends on one rank before both have begun it
     pairs = zip(*([s for s in spans if s.kind == "send"] for spans in (first, second)), strict=True)
     assert all(max(a.begin, b.begin) < min(a.end, b.end) + 0.01 for a, b in pairs)
+
+
+def test_a_collective_is_over_when_the_update_that_needs_it_begins():
+    update = Span("rank 0", "compute", "optimizer.step", 3.0, 5.0)
+    late, during = (Span("rank 0, gloo", "send", "sum", begin, 4.0, 8) for begin in (1.0, 3.5))
+    found = over_before_the_update([late, update, during])
+    assert found == [late._replace(end=3.0), update, during]
 
 
 def test_a_collective_waits_until_all_lanes_have_begun_it():

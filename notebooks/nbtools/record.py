@@ -222,7 +222,21 @@ def _read_spans(rank, events, anchors, calls):
         if name:
             begin, end = event.time_range.start / 1e6 + shift, event.time_range.end / 1e6 + shift
             spans.append(Span(lane, kind, name, begin, end, nbytes))
-    return spans
+    return over_before_the_update(spans)
+
+
+def over_before_the_update(spans):
+    """Return the spans of a rank, with each collective cut where an optimizer.step begins.
+
+    gloo's thread first hands its result on, and only then says that it has ended: sometimes later
+    than the rank begins to use the result.
+    """
+    updates = [span.begin for span in spans if span.name == "optimizer.step"]
+    found = []
+    for span in spans:
+        end = min((at for at in updates if span.begin < at < span.end), default=span.end)
+        found.append(span._replace(end=end) if span.kind == "send" else span)
+    return found
 
 
 def _name(event):
