@@ -160,7 +160,7 @@ class Witness:
         self.rows, self.targets = rows, targets
         self.numbers = {row.numpy().tobytes(): number for number, row in enumerate(rows.cpu())}
         self.steps = []  # (row numbers, loss, parameters before, gradient, parameters after)
-        self.means = []
+        self.means, self.technique = [], mean_over_rows
         self.model, self.now = model, None
         model.register_forward_hook(self.after_forward)
 
@@ -174,14 +174,11 @@ class Witness:
         self.steps.append((*self.now, self.vector(gradients), self.vector(self.model.parameters())))
 
     def mean_over_rows(self, *numbers):
-        self.means.append(technique_of_the_mean(*numbers))
+        self.means.append(self.technique(*numbers))
         return self.means[-1]
 
     def vector(self, tensors):
         return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
-
-
-technique_of_the_mean = mean_over_rows
 
 
 def make_rows(seed, device):
