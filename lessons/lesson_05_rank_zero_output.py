@@ -2,13 +2,12 @@
 
 Every rank runs the whole script: each prints, logs, warns, draws a bar, writes event files for
 TensorBoard, and knows only the loss of its own rows. Here rank 0 speaks alone, and says the loss
-of all rows: 16 bytes from each rank. Both kinds of --output first run into a buffer: counted.
+of all rows: 16 bytes from each rank. Both kinds of --output first run where nobody sees them.
 
 Run it: bash scripts/lesson_05.sh --nproc 2 [--output all|rank0] [--log-dir FOLDER]
 
 Output to expect on a CPU:
 
-    step 1: loss 12.7
     ...
     step 10, loss by rank: 0.0752 0.157; sum 0.232, mean 0.115
     lines by rank: {'all': [14, 14], 'rank0': [14, 0]}; event files: {'all': 2, 'rank0': 1}
@@ -17,6 +16,7 @@ Output to expect on a CPU:
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -211,47 +211,51 @@ def level(number):
 
 def state():
     """Return what a training may not leave changed: where prints, logs and warnings go."""
-    return [print, sys.stdout, sys.stderr, logging.root.handlers, warnings.showwarning]
+    return [print, sys.stdout, sys.stderr, list(logging.root.handlers), warnings.showwarning]
 
 
 def hear(rank):
     """Speak in all ways inside one_voice(rank), then fail; return what is heard where.
 
-    It sends nothing, so a rank can try what it would hear as another one, also as rank 8.
+    It sends nothing, so a rank can try what it would hear as another one, also as rank 8. There is
+    a handler for the screen, and a log file, before one_voice comes.
     """
-    words = {"printed", "noted", "logged", "warned", "error"}
+    said, told, noted, logged, warned, failed = VOICES
     own, file = io.StringIO(), logging.FileHandler(os.devnull, delay=True)
-    file.stream = io.StringIO()
-    with (
-        on_a_screen() as screens,
-        patch.object(logging.root, "handlers", [file]),
-        level(logging.INFO),
-    ):
+    file.stream, root = io.StringIO(), logging.root
+    with on_a_screen() as (out, err), level(logging.INFO), patch.object(root, "handlers", []):
+        root.handlers += [logging.StreamHandler(), file]
         before = state()
         with contextlib.suppress(ValueError), one_voice(rank):
-            print("printed")
-            print("printed", file=own)
-            logging.info("noted")
-            logging.warning("logged")
-            warnings.warn("warned", stacklevel=1)
-            logging.error("error")
+            print(said)
+            print(said, file=own)
+            print(told, file=sys.stderr)
+            logging.info(noted)
+            logging.warning(logged)
+            warnings.warn(warned, stacklevel=1)
+            logging.error(failed)
             raise ValueError("training failed")
-        same = all(now is then for now, then in zip(state(), before, strict=True))
-    places = [screen.getvalue() for screen in screens] + [file.stream.getvalue()]
-    heard = [{word for word in words if word in text} for text in places]
-    return (*heard, own.getvalue() == "printed\n", same)
+        same = state() == before
+    texts = [stream.getvalue() for stream in (out, err, file.stream, own)]
+    heard = [[word for word in VOICES for _ in range(text.count(word))] for text in texts]
+    return *heard, same, f"[rank {rank}] ERROR FAILED" in texts[1]
+
+
+VOICES = ["SAID", "TOLD", "NOTED", "LOGGED", "WARNED", "FAILED"]
 
 
 def wrong_in_voices():
     """Return what is wrong with one_voice, tried for ranks 0, 1 and 8: a list of sentences."""
-    logs, wrong = {"noted", "logged", "warned", "error"}, []
+    wrong = []
     for rank in (0, 1, 8):
-        out, err, file, own, same = hear(rank)
-        said, wanted = out | err, {"printed", *logs} if rank == 0 else {"error"}
-        if said != wanted or "printed" in err:
-            wrong.append(f"as rank {rank} one hears {sorted(said)}, not {sorted(wanted)}")
-        if file != logs or not own:
+        out, err, file, own, same, numbered = hear(rank)
+        wanted = VOICES if rank == 0 else ["TOLD", "FAILED"]
+        if out + err != wanted or out != wanted[: rank == 0]:
+            wrong.append(f"as rank {rank} one hears {out} and {err}, not {wanted}")
+        if file != VOICES[2:] or own != VOICES[:1]:
             wrong.append(f"as rank {rank} a file does not get what is its own")
+        if not numbered:
+            wrong.append(f"a line of rank {rank} has not its number")
         if not same:
             wrong.append("print, logging or warnings are not put back")
     with tempfile.TemporaryDirectory() as folder, open_writer(8, folder):
@@ -271,6 +275,18 @@ def wrong_in_mean(device):
     return [] if close else [f"of {rows} rows the mean is {mean:.4g}, and not {right:.4g}"]
 
 
+def wrong_in_seldom(args, device, folder):
+    """Return what is wrong if the loss is logged in each second of four steps: a list."""
+    args = argparse.Namespace(**vars(args) | {"steps": 4})
+    everyone = observe(functools.partial(train, every=2), args, device, folder)
+    losses, _ = compare(everyone, *make_rows(args.seed, device))
+    right = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
+    pairs = [zip(theirs["means"], right, strict=False) for theirs in everyone]
+    off = [abs(mean - loss) for mean, loss in chain(*pairs)]
+    fine = len(off) == 2 * len(everyone) and max(off) < 1e-12
+    return [] if fine else ["with every=2, the mean is not that of two steps"]
+
+
 def from_all_ranks(value):
     """Return what all ranks hand in, a list, the same on every rank."""
     everyone = [None] * dist.get_world_size()
@@ -287,7 +303,7 @@ def observe(training, args, device, folder, shown=False):
     with screens as (out, err), patch.dict(globals(), mean_over_rows=witness.mean_over_rows):
         training(model, rows, targets, args.steps, args.batch_size, folder)
     handle.remove()
-    same = all(now is then for now, then in zip(state(), before, strict=True))
+    same = state() == before
     seen = {"steps": witness.steps, "means": witness.means, "same": same}
     return from_all_ranks(seen | {"out": out.getvalue(), "err": err.getvalue()})
 
@@ -415,11 +431,12 @@ def main(args):
             numbers["lines_per_rank"][mode] = [lines_of(seen) for seen in everyone]
             written = read_events(f"{scratch}/{mode}")
             numbers["event_files"][mode] = written[0]
+        seldom = wrong_in_seldom(args, device, f"{scratch}/seldom")
         observe(ways[args.output], args, device, shown, shown=True)  # for all to see
         dist.barrier()  # before the folder goes
     losses, off = compare(everyone, *make_rows(args.seed, device))
     gap, wrong = wrong_in_training(everyone, args, losses, off)
-    wrong += wrong_in_output(everyone, losses, written)
+    wrong += seldom + wrong_in_output(everyone, losses, written)
     wrong += chain(*from_all_ranks(wrong_in_voices() + wrong_in_mean(device)))
     dist.destroy_process_group()
     numbers |= losses_of(everyone, losses)

@@ -33,9 +33,7 @@ SGD = "(model){}\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n 
 BREAKS = {
     "mean of means": ("stack((total.detach(),", "stack((total.detach() / count,"),
     "sum without division": (MEAN, "    return total\n"),
-    "divided by the ranks": (MEAN, "    return total / dist.get_world_size()\n"),
     "only rank 0 has the sum": ("dist.all_reduce(numbers)", "dist.reduce(numbers, 0)"),
-    "no reduction": ("dist.all_reduce(numbers)", "pass"),
     "reduced in float32": ("count))).double()", "count))).float()"),
     "its own loss is shown": ("loss {mean:.3g}", "loss {loss:.3g}", (2,)),
     "its own loss is written": ('"loss", mean,', '"loss", loss,', (2,)),
@@ -43,6 +41,7 @@ BREAKS = {
         "0.0, 0\n                tqdm",
         "total, count\n                tqdm",
     ),
+    "every is not heeded": ("if step % every == 0:", "if True:", (2,)),
     "rank % 8 logs": ("logging.NOTSET if rank == 0", "logging.NOTSET if rank % 8 == 0", (2,)),
     "rank % 8 prints": ("if rank != 0:\n        nowhere", "if rank % 8:\n        nowhere", (2,)),
     "rank % 8 writes": ("if rank != 0:\n        return", "if rank % 8:\n        return", (2,)),
@@ -50,6 +49,8 @@ BREAKS = {
     "everybody prints": (QUIET, "pass"),
     "silence on rank 0 too": ("if rank != 0:\n        nowhere", "if True:\n        nowhere"),
     "rank 0 logs errors only": ("logging.NOTSET if rank == 0 else ", "", (2,)),
+    "old screens stay": ("isinstance(h, logging.FileHandler)", "h", (2,)),
+    "lines of rank 0 only by name": ('f"[rank {rank}] %', 'f"[rank 0] %', (2,)),
     "errors are silenced": (" else logging.ERROR", " else logging.CRITICAL", (2,)),
     "warnings pass by": ("logging.captureWarnings(True)", "pass", (2,)),
     "log files are lost": ("if isinstance(h, logging.FileHandler)", "if not h", (2,)),
@@ -60,6 +61,7 @@ BREAKS = {
     "the same rows on all ranks": ("[rank::world_size]  #", "[::world_size]  #"),
     "no DDP": (SGD.format(""), SGD.format(".module"), (2,)),
     # Last, because what they leave behind would spoil what follows them in this process.
+    "handlers are changed in place": ("root.handlers = [", "root.handlers[:] = [", (2,)),
     "logging is not put back": (
         'context.callback(setattr, root, "handlers", root.handlers)',
         "pass",
@@ -272,7 +274,11 @@ def test_the_articles_print_stays_dead_and_takes_files_with_it():
             raise ValueError("training failed")
         print("afterwards")
     assert (report.getvalue(), screen.getvalue()) == ("", "")
-    assert lesson.hear(1)[3:] == (True, True)  # the lesson's: files get theirs, all is put back
+    assert lesson.hear(1)[3:] == (
+        ["SAID"],
+        True,
+        True,
+    )  # the lesson's: files get theirs, all is put back
 
 
 @pytest.mark.claim("C6")
