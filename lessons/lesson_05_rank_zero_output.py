@@ -1,223 +1,389 @@
 """Lesson 05: who may speak, and which number is true?
 
-Every rank runs the whole script: each prints, logs, warns, draws a progress bar, writes
-event files for TensorBoard, and reports the loss of its own rows. Here rank 0 speaks alone,
-and its number is true: an all-reduce of 24 bytes in each step gives the loss of all rows.
-Both kinds of --output first run into a buffer: their lines are counted. Then you see one.
+Every rank runs the whole script: each prints, logs, warns, draws a bar, writes event files for
+TensorBoard, and knows only the loss of its own rows. Here rank 0 speaks alone, and says the loss
+of all rows: 16 bytes from each rank. Both kinds of --output first run where nobody sees them.
 
 Run it: bash scripts/lesson_05.sh --nproc 2 [--output all|rank0] [--log-dir FOLDER]
 
 Output to expect on a CPU:
 
-    step 1: loss 12.5
     ...
-    step 10, loss by rank: 0.087 0.14; sum 0.227, mean 0.114
-    lines by rank: {'all': [14, 14], 'rank0': [13, 0]}; event files: {'all': 2, 'rank0': 1}
+    step 10, loss by rank: 0.0752 0.157; sum 0.232, mean 0.115
+    lines by rank: {'all': [14, 14], 'rank0': [14, 0]}; event files: {'all': 2, 'rank0': 1}
     PASS rank 0 alone speaks, and logs the loss of all rows (off by ...)
 """
 
 import argparse
-import builtins
 import contextlib
+import functools
 import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import tempfile
-import textwrap
-import threading
 import warnings
+from collections import Counter
 from datetime import timedelta
+from itertools import chain
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from tqdm import tqdm
 
-
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
-
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
-
-    def exit(self, status=0, message=""):
-        if len(message) > 300:  # it repeats a long value
-            message = f"{message[:200]} ... {message[-50:]}"
-        super().exit(status, message)
+# --- The technique ---
 
 
-def setup(backend=None, store=None):
-    """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
+def one_voice(rank):
+    """Return a context in which rank 0 prints, logs and warns; the others only log errors.
 
-    The launcher's variables say who we are; without them we are a world of one, no address needed.
-    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
+    Log files get what they would get without it, and so does a file into which you print. At the
+    end of the context all is put back, also after an error.
     """
-    import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            rank, world_size, store = 0, 1, dist.HashStore()
-        backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
-        place = {"rank": rank, "world_size": world_size, "store": store}
-        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
-    if dist.get_backend() != "nccl":
-        return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local_rank)
+    context = contextlib.ExitStack()
+    root = logging.getLogger()
+    screen = logging.StreamHandler()  # stderr
+    screen.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
+    screen.setLevel(logging.NOTSET if rank == 0 else logging.ERROR)
+    context.callback(setattr, root, "handlers", root.handlers)
+    root.handlers = [screen, *(h for h in root.handlers if isinstance(h, logging.FileHandler))]
+    context.callback(logging.captureWarnings, False)
+    logging.captureWarnings(True)  # warnings.warn(...) goes to the handlers as well
+    if rank != 0:
+        nowhere = context.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+        context.enter_context(contextlib.redirect_stdout(nowhere))
+    return context
 
 
-# --- New in this lesson ---
+def open_writer(rank, folder):
+    """Return a context with TensorBoard's writer on rank 0, and with None on the other ranks."""
+    if rank != 0:
+        return contextlib.nullcontext()
+    from torch.utils.tensorboard import SummaryWriter  # slow: only who writes imports it
+
+    return SummaryWriter(folder)
+
+
+def mean_over_rows(total, count):
+    """Return the mean over the rows of all ranks; every rank must call this, and waits in it.
+
+    `total`, a tensor, is the sum over this rank's `count` rows. Each rank hands in 16 bytes.
+    """
+    numbers = torch.stack((total.detach(), torch.full_like(total, count))).double()
+    dist.all_reduce(numbers)  # adds up
+    total, count = numbers.tolist()  # on a GPU this waits until the sum is there
+    return total / count
+
+
+def train(model, rows, targets, steps, batch_size, folder, every=1):
+    """Train on all ranks; rank 0 shows and writes the loss of all rows since it last did."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total, count = 0.0, 0
+    with one_voice(rank), open_writer(rank, folder) as writer:
+        for step in tqdm(range(1, steps + 1), disable=rank != 0 or None):  # None: on a terminal
+            numbers = torch.arange(step * batch_size, (step + 1) * batch_size) % len(rows)
+            mine = numbers[rank::world_size]  # 31 rows on 2 ranks: 16 and 15
+            loss = mse_loss(replica(rows[mine]), targets[mine])
+            optimizer.zero_grad()  # below: DDP takes the mean over ranks; this makes it over rows
+            (loss * world_size * len(mine) / batch_size).backward()
+            optimizer.step()
+            total, count = total + loss.detach() * len(mine), count + len(mine)
+            if step % every == 0:
+                mean = mean_over_rows(total, count)  # not under `if rank == 0`: all meet here
+                total, count = 0.0, 0
+                tqdm.write(f"step {step}: loss {mean:.3g}")  # a print that spares the bar
+                if rank == 0:
+                    writer.add_scalar("loss", mean, step)
+
+
+# --- The proof ---
+
+# TensorBoard imports TensorFlow if it finds it: seconds, and many lines. This says: don't.
+sys.modules.setdefault("tensorboard.compat.notf", sys)
+
+
+def train_as_before(model, rows, targets, steps, batch_size, folder):
+    """Train on all ranks, each of which speaks as if it were alone."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SummaryWriter(folder) as writer:
+        for step in tqdm(range(1, steps + 1)):
+            numbers = torch.arange(step * batch_size, (step + 1) * batch_size) % len(rows)
+            mine = numbers[rank::world_size]
+            loss = mse_loss(replica(rows[mine]), targets[mine])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(f"step {step}: loss {loss:.3g}")
+            writer.add_scalar("loss", loss, step)
+
+
+class Library(nn.Linear):
+    """A layer that logs and warns when it is called for the first time, as libraries do."""
+
+    spoken = False
+
+    def forward(self, rows):
+        if not self.spoken:
+            logging.getLogger("library").warning("this layer is slow on rows of %d", rows.shape[1])
+            warnings.warn("its learning rate was never tuned", stacklevel=1)
+        self.spoken = True
+        return super().forward(rows)
+
+
+class Terminal(io.StringIO):
+    """A screen that keeps what is written, and on which a bar is drawn."""
+
+    def isatty(self):
+        return True
+
+
+class Witness:
+    """Sees from outside, on this rank, each forward, each update, and each mean that is logged."""
+
+    def __init__(self, model, rows, targets):
+        self.rows, self.targets = rows, targets
+        self.numbers = {row.numpy().tobytes(): number for number, row in enumerate(rows.cpu())}
+        self.steps = []  # (row numbers, loss, parameters before, gradient, parameters after)
+        self.means, self.technique = [], mean_over_rows
+        self.model, self.now = model, None
+        model.register_forward_hook(self.after_forward)
+
+    def after_forward(self, model, inputs, answers):
+        mine = [self.numbers[row.numpy().tobytes()] for row in inputs[0].detach().cpu()]
+        loss = mse_loss(answers.detach(), self.targets[mine]).item()
+        self.now = mine, loss, self.vector(model.parameters())
+
+    def after_update(self, *_):
+        gradients = [p.grad for p in self.model.parameters()]
+        self.steps.append((*self.now, self.vector(gradients), self.vector(self.model.parameters())))
+
+    def mean_over_rows(self, *numbers):
+        self.means.append(self.technique(*numbers))
+        return self.means[-1]
+
+    def vector(self, tensors):
+        return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
+
+
+def make_rows(seed, device):
+    """Return 100 rows, what to learn from them, and a layer that talks; the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(100, 5, generator=generator).double().to(device)
+    model = Library(5, 1, dtype=torch.float64, device=device)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    return rows, rows.sum(1, keepdim=True) + 3, model
 
 
 @contextlib.contextmanager
-def one_voice(rank, speakers=(0,), prefix=False):
-    """Inside, only the ranks in `speakers` print, warn and log; all may log errors (claim C6).
+def on_a_screen():
+    """Send stdout and stderr to two screens that are kept; yield both. Every warning is shown."""
+    out, err = Terminal(), Terminal()
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with streams[0], streams[1], warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield out, err
 
-    Yields `say`, a print for a rank that must speak; it puts the rank before each line. With
-    `prefix`, print does so too. At the end all is put back, also after an exception.
-    A print into a file of yours is left alone, and a log file gets what its rank may log.
-    What C++ code writes is not stopped, nor what Python code writes to sys.stdout itself.
+
+@contextlib.contextmanager
+def level(number):
+    """Let the root logger log what has this level or a higher one; put its own level back."""
+    before = logging.root.level
+    logging.root.setLevel(number)
+    yield
+    logging.root.setLevel(before)
+
+
+def state():
+    """Return what a training may not leave changed: where prints, logs and warnings go."""
+    return [print, sys.stdout, sys.stderr, list(logging.root.handlers), warnings.showwarning]
+
+
+def hear(rank):
+    """Speak in all ways inside one_voice(rank), then fail; return what is heard where.
+
+    It sends nothing, so a rank can try what it would hear as another one, also as rank 8. There is
+    a handler for the screen, and a log file, before one_voice comes.
     """
-    real_print, root = builtins.print, logging.getLogger()
-    before = root.handlers, root.level, root.manager.disable
-    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    log_files = [one for one in root.handlers if getattr(one, "stream", None) not in screens]
-
-    def say(*values, file=None, mark=f"[rank {rank}] ", **options):
-        stream, text = file or sys.stdout, io.StringIO()
-        real_print(*values, file=text, **options)
-        # torchrun starts Python with -u: print would write the values and the newline one by one.
-        # This is one write. In a pipe, up to PIPE_BUF bytes (Linux: 4096), nobody gets into it.
-        with tqdm.external_write_mode(file=stream):  # takes our own bar away, and draws it again
-            stream.flush()
-            erase = "\r\033[K" * stream.isatty()  # another rank's bar may stand in this line
-            stream.write(erase + textwrap.indent(text.getvalue(), mark, bool))
-            stream.flush()
-
-    def print_on_screen(*values, file=None, **options):
-        if file not in (None, sys.stdout, sys.stderr):
-            real_print(*values, file=file, **options)
-        elif rank in speakers:
-            say(*values, file=file, mark=f"[rank {rank}] " * prefix, **options)
-
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: say(record.levelname, handler.format(record), file=sys.stderr)
-    with warnings.catch_warnings():  # at its end, showwarning is put back
-        try:
-            warnings.showwarning = lambda *w: root.warning(warnings.formatwarning(*w[:4]).rstrip())
-            builtins.print, root.handlers = print_on_screen, [*log_files, handler]
-            if before[:2] == ([], logging.WARNING):  # as Python begins: nobody has configured it
-                root.setLevel(logging.INFO)
-            logging.disable(before[2] if rank in speakers else max(before[2], logging.WARNING))
-            yield say
-        finally:
-            builtins.print, root.handlers = real_print, before[0]
-            root.setLevel(before[1])
-            logging.disable(before[2])
+    said, told, noted, logged, warned, failed = VOICES
+    own, file = io.StringIO(), logging.FileHandler(os.devnull, delay=True)
+    file.stream, root = io.StringIO(), logging.root
+    with on_a_screen() as (out, err), level(logging.INFO), patch.object(root, "handlers", []):
+        root.handlers += [logging.StreamHandler(), file]
+        before = state()
+        with contextlib.suppress(ValueError), one_voice(rank):
+            print(said)
+            print(said, file=own)
+            print(told, file=sys.stderr)
+            logging.info(noted)
+            logging.warning(logged)
+            warnings.warn(warned, stacklevel=1)
+            logging.error(failed)
+            raise ValueError("training failed")
+        same = state() == before
+    texts = [stream.getvalue() for stream in (out, err, file.stream, own)]
+    heard = [[word for word in VOICES for _ in range(text.count(word))] for text in texts]
+    return *heard, same, f"[rank {rank}] ERROR FAILED" in texts[1]
 
 
-def masters(rank, local_rank, num_gpus=8):
-    """Return whether a process is (global master, local master, the article's master) (C7)."""
-    return rank == 0, local_rank == 0, rank % num_gpus == 0
+VOICES = ["SAID", "TOLD", "NOTED", "LOGGED", "WARNED", "FAILED"]
 
 
-def reduce_loss(loss, row_count):
-    """Return (sum, mean of means, mean): the loss over all ranks in three ways (claims C4, C8).
+def wrong_in_voices():
+    """Return what is wrong with one_voice, tried for ranks 0, 1 and 8: a list of sentences."""
+    wrong = []
+    for rank in (0, 1, 8):
+        out, err, file, own, same, numbered = hear(rank)
+        wanted = VOICES if rank == 0 else ["TOLD", "FAILED"]
+        if out + err != wanted or out != wanted[: rank == 0]:
+            wrong.append(f"as rank {rank} one hears {out} and {err}, not {wanted}")
+        if file != VOICES[2:] or own != VOICES[:1]:
+            wrong.append(f"as rank {rank} a file does not get what is its own")
+        if not numbered:
+            wrong.append(f"a line of rank {rank} has not its number")
+        if not same:
+            wrong.append("print, logging or warnings are not put back")
+    with tempfile.TemporaryDirectory() as folder, open_writer(8, folder):
+        if os.listdir(folder):
+            wrong.append("rank 8 writes event files")
+    return wrong
 
-    `loss`: the mean over this rank's `row_count` > 0 rows, a float64 tensor of shape (). Each rank
-    gives three numbers, 24 bytes, and waits for all others. The article logs the sum. The mean of
-    means, which `op=dist.ReduceOp.AVG` gives without our division, is right if the ranks have
-    equally many rows; the mean, weighted by rows, always is.
-    On a GPU `.tolist()` makes the host wait until the GPU has finished that work. Where time
-    counts, don't do it at each step: add up on the GPU, and read every 50 steps, for example.
+
+def wrong_in_mean(device):
+    """Return what is wrong with mean_over_rows, if rank r has 2r + 1 rows, each with loss r."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = [2 * number + 1 for number in range(world_size)]
+    total = torch.tensor(rank * rows[rank], dtype=torch.float64, device=device)
+    mean = mean_over_rows(total, rows[rank])
+    right = sum(number * count for number, count in enumerate(rows)) / sum(rows)
+    close = abs(mean - right) < 1e-12
+    return [] if close else [f"of {rows} rows the mean is {mean:.4g}, and not {right:.4g}"]
+
+
+def wrong_in_seldom(args, device, folder):
+    """Return what is wrong if the loss is logged in each second of four steps: a list."""
+    args = argparse.Namespace(**vars(args) | {"steps": 4})
+    everyone = observe(functools.partial(train, every=2), args, device, folder)
+    losses, _ = compare(everyone, *make_rows(args.seed, device))
+    right = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
+    pairs = [zip(theirs["means"], right, strict=False) for theirs in everyone]
+    off = [abs(mean - loss) for mean, loss in chain(*pairs)]
+    fine = len(off) == 2 * len(everyone) and max(off) < 1e-12
+    return [] if fine else ["with every=2, the mean is not that of two steps"]
+
+
+def from_all_ranks(value):
+    """Return what all ranks hand in, a list, the same on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def observe(training, args, device, folder, shown=False):
+    """Train on this rank under observation; return what all ranks have seen, by rank."""
+    rows, targets, model = make_rows(args.seed, device)
+    witness, before = Witness(model, rows, targets), state()
+    handle = register_optimizer_step_post_hook(witness.after_update)
+    screens = contextlib.nullcontext([io.StringIO()] * 2) if shown else on_a_screen()
+    with screens as (out, err), patch.dict(globals(), mean_over_rows=witness.mean_over_rows):
+        training(model, rows, targets, args.steps, args.batch_size, folder)
+    handle.remove()
+    same = state() == before
+    seen = {"steps": witness.steps, "means": witness.means, "same": same}
+    return from_all_ranks(seen | {"out": out.getvalue(), "err": err.getvalue()})
+
+
+def compare(everyone, rows, targets, model):
+    """Compare the ranks with one process on all their rows; return its losses, and what differs."""
+    losses, off, model.spoken = [], [0.0], True
+    for seen in zip(*(theirs["steps"] for theirs in everyone), strict=False):
+        numbers = list(chain(*(step[0] for step in seen)))
+        nn.utils.vector_to_parameters(seen[0][2].to(rows.device), model.parameters())
+        model.zero_grad()
+        loss = mse_loss(model(rows[numbers]), targets[numbers])
+        loss.backward()
+        right = torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
+        off += [(step[3] - right).abs().max().item() for step in seen]
+        off += [(step[part] - seen[0][part]).abs().max().item() for step in seen for part in (2, 4)]
+        losses.append(loss.item())
+    return losses, max(off) if all(map(math.isfinite, off)) else math.nan
+
+
+def wrong_in_training(everyone, args, losses, off):
+    """Return what is wrong with the rows, the gradients and the means: a list of sentences."""
+    batches = zip(*([step[0] for step in theirs["steps"]] for theirs in everyone), strict=False)
+    batches = [list(chain(*parts)) for parts in batches]
+    often = [max(Counter(batch).values()) for batch in batches]
+    once = {len(batch) for batch in batches} == {args.batch_size}
+    once = once and max(often) == math.ceil(args.batch_size / 100)
+    all_rows = len(set(chain(*batches))) == min(args.steps * args.batch_size, 100)
+    pairs = [pair for theirs in everyone for pair in zip(theirs["means"], losses, strict=False)]
+    gap = max((abs(mean - right) for mean, right in pairs), default=math.nan)
+    made = {len(theirs[kind]) for theirs in everyone for kind in ("steps", "means")}
+    short = args.steps < 10 or args.batch_size < 30  # too short to learn
+    rules = {
+        f"steps and means, rank by rank: {sorted(made)}, not {args.steps}": made == {args.steps},
+        "the rows of a batch do not come once each": once and all_rows,
+        f"a gradient or a replica is off by {off:.2g}": off < 1e-12,
+        f"a mean is off by {gap:.2g}": gap < 1e-12,
+        "the model has not learned": short or losses[-1:] < losses[:1],
+    }
+    return gap, [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_output(everyone, steps, written):
+    """Return what is wrong with what was said and written while rank 0 spoke: a list.
+
+    The means are examined elsewhere: here, what is said must be they.
     """
-    numbers = torch.stack([loss, loss * row_count, torch.full_like(loss, row_count)])
-    dist.all_reduce(numbers)
-    total, weighted, rows = numbers.tolist()
-    return total, total / dist.get_world_size(), weighted / rows
+    means = everyone[0]["means"]
+    wanted = [f"step {step}: loss {right:.3g}" for step, right in enumerate(means, 1)]
+    files, events = written
+    close = events == [*enumerate(torch.tensor(means).tolist(), 1)]  # as float32
+    others = "".join(theirs["out"] + theirs["err"] for theirs in everyone[1:])
+    library = all(word in everyone[0]["err"] for word in ("slow on rows", "never tuned"))
+    rules = {
+        "rank 0 does not say each mean": everyone[0]["out"].splitlines() == wanted,
+        "a warning of rank 0 is not heard": library,
+        "rank 0 has no bar on a terminal": f"{steps}/{steps}" in everyone[0]["err"],
+        f"another rank says {others[:40]!r}": not others,
+        f"there are {files} event files": files == 1,
+        "the event file has not each mean": close,
+        "print, logging or warnings are not put back": all(theirs["same"] for theirs in everyone),
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
 
 
 def read_events(folder):
-    """Return (number of event files in `folder`, the losses as TensorBoard reads them) (C5)."""
-    sys.modules.setdefault("tensorboard.compat.notf", sys)  # see train
+    """Return (number of event files in `folder`, [(step, loss)] as TensorBoard reads them)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    if not files:
+        return 0, []
     events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()  # 0: keep all values
-    return len(os.listdir(folder)), [event.value for event in events.Scalars("loss")]
+    losses = events.Scalars("loss") if "loss" in events.Tags()["scalars"] else []
+    return len(files), [(event.step, event.value) for event in losses]
 
 
-def train(rank, world_size, device, output, folder, steps=10, batch_size=30, seed=0):
-    """Train, report as `output` says; return (own, *reduce_loss(), that of all rows) by step."""
-    rows = torch.randn(100, 5, generator=torch.Generator().manual_seed(seed)).double().to(device)
-    targets = rows.sum(1, keepdim=True) + 3  # what the model has to learn
-    model = nn.Linear(5, 1, dtype=torch.float64, device=device)
-    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-    replica = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-    everyone, mean_loss, losses = output == "all", nn.functional.mse_loss, []
-    writer = contextlib.nullcontext()
-    if everyone or rank == 0:
-        # TensorBoard imports TensorFlow if it finds it: seconds, many lines. This says: don't.
-        sys.modules.setdefault("tensorboard.compat.notf", sys)
-        from torch.utils.tensorboard import SummaryWriter  # slow: only ranks that write import it
-
-        writer = SummaryWriter(folder)
-    with writer, contextlib.nullcontext() if everyone else one_voice(rank):
-        # disable=None: a bar on a terminal only. range has a length, so the bar has a total.
-        for step in tqdm(range(1, steps + 1), disable=False if everyone else rank != 0 or None):
-            numbers = torch.arange(step * batch_size, (step + 1) * batch_size) % len(rows)
-            mine = numbers[rank::world_size]  # 30 rows for 4 ranks: 8, 8, 7, 7
-            loss = mean_loss(replica(rows[mine]), targets[mine])
-            reduced = reduce_loss(loss.detach(), len(mine))
-            truth = mean_loss(model(rows[numbers]), targets[numbers])
-            losses.append((loss.item(), *reduced, truth.item()))
-            optimizer.zero_grad()  # below: DDP averages over ranks; the weight makes it over rows
-            (loss * len(mine) * world_size / batch_size).backward()
-            optimizer.step()
-            shown = loss.item() if everyone else reduced[-1]
-            print(f"step {step}: loss {shown:.3g}")
-            if everyone or rank == 0:
-                writer.add_scalar("loss", shown, step)
-        logging.getLogger("train").warning("%d steps are few", steps)
-        warnings.warn("the learning rate was never tuned", stacklevel=1)
-    return losses
-
-
-@contextlib.contextmanager
-def one_line_if_the_disk_is_full(rank):
-    """Inside, an OSError ends this rank with one line and exit code 1."""
-    shown = threading.excepthook  # by TensorBoard's thread, whose error is raised here as well
-    threading.excepthook = lambda raised: None if raised.exc_type is OSError else shown(raised)
-    try:
-        yield
-    except OSError as error:
-        sys.exit(f"rank {rank}: can't write event files: {error}")
-    finally:
-        threading.excepthook = shown
+def lines_of(seen):
+    """Return how many lines a rank has put on its screens; what a bar redraws is one line."""
+    return sum(bool(line.strip()) for line in (seen["out"] + seen["err"]).split("\n"))
 
 
 def remove_when_ended(folder):
@@ -235,66 +401,139 @@ def remove_when_ended(folder):
     signal.signal(signal.SIGTERM, handle)
 
 
+@contextlib.contextmanager
+def folders(rank, log_dir):
+    """Yield a folder that goes at the end, and the one for the training that you see.
+
+    Rank 0 makes them and tells the others. The second goes as well, unless it is in `log_dir`.
+    """
+    with contextlib.ExitStack() as stack:
+        places = [None, None]
+        if rank == 0:
+            scratch = tempfile.TemporaryDirectory()
+            remove_when_ended(scratch)
+            places[0] = stack.enter_context(scratch)
+            places[1] = tempfile.mkdtemp(prefix="run_", dir=log_dir or scratch.name)
+        dist.broadcast_object_list(places)  # all ranks write where rank 0 says
+        yield places
+
+
+def main(args):
+    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
+    rank, world_size, device = join_group()
+    ways = {"all": train_as_before, "rank0": train}
+    numbers = {"lesson": 5, "world_size": world_size, "backend": dist.get_backend()}
+    numbers |= {"device": device.type, "lines_per_rank": {}, "event_files": {}}
+    with folders(rank, args.log_dir) as (scratch, shown):
+        for mode, training in ways.items():
+            everyone = observe(training, args, device, f"{scratch}/{mode}")
+            numbers["lines_per_rank"][mode] = [lines_of(seen) for seen in everyone]
+            written = read_events(f"{scratch}/{mode}")
+            numbers["event_files"][mode] = written[0]
+        seldom = wrong_in_seldom(args, device, f"{scratch}/seldom")
+        observe(ways[args.output], args, device, shown, shown=True)  # for all to see
+        dist.barrier()  # before the folder goes
+    losses, off = compare(everyone, *make_rows(args.seed, device))
+    gap, wrong = wrong_in_training(everyone, args, losses, off)
+    wrong += seldom + wrong_in_output(everyone, args.steps, written)
+    wrong += chain(*from_all_ranks(wrong_in_voices() + wrong_in_mean(device)))
+    dist.destroy_process_group()
+    numbers |= losses_of(everyone, losses)
+    if rank == 0:
+        report(numbers)
+    claim = f"rank 0 alone speaks, and logs the loss of all rows (off by {gap:.2g})"
+    return not wrong, "; ".join([claim, *dict.fromkeys(wrong)]), numbers
+
+
+def losses_of(everyone, losses):
+    """Return the losses by step: of each rank's rows, their sum, what is logged, of all rows."""
+    by_rank = [[step[1] for step in seen["steps"]] for seen in everyone]
+    facts = {
+        "loss_per_rank": by_rank,
+        "loss_sum": [sum(step) for step in zip(*by_rank, strict=False)],
+    }
+    return facts | {"loss_mean": everyone[0]["means"], "loss_all_data": losses}
+
+
+def report(numbers):
+    """Print what a reader wants to know."""
+    last = " ".join(f"{losses[-1]:.3g}" for losses in numbers["loss_per_rank"] if losses)
+    total, mean = (numbers[name][-1:] for name in ("loss_sum", "loss_mean"))
+    told = f"sum {total[0]:.3g}, mean {mean[0]:.3g}" if total and mean else "no mean was logged"
+    print(f"step {len(numbers['loss_all_data'])}, loss by rank: {last}; {told}")
+    print(f"lines by rank: {numbers['lines_per_rank']}; event files: {numbers['event_files']}")
+
+
 def parse_args(argv=None):
     """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
-    parser = Arguments(__doc__, steps=10, batch_size=30)
-    parser.add_argument("--output", choices=["all", "rank0"], default="rank0", help="who speaks")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    parser.add_argument("--steps", type=whole(1, 10**6), default=10, help="%(default)s")
+    size = {"type": whole(1, 10**6), "default": 31}
+    parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    speakers = {"choices": ("all", "rank0"), "default": "rank0"}
+    parser.add_argument("--output", **speakers, help="who speaks in the training that you see")
     parser.add_argument("--log-dir", help="a folder; event files go into a new folder in it")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
-    if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
-        parser.error("argument --batch-size: must be at least the number of ranks")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size < world_size:
+        parser.error(f"argument --batch-size: must be at least the number of ranks, {world_size}")
     if args.log_dir is not None and not os.access(os.path.join(args.log_dir, ""), os.W_OK):
         parser.error("argument --log-dir: must be a folder in which we may write")
-    if importlib.util.find_spec("tensorboard") is None:  # train imports it, when the ranks run
+    if importlib.util.find_spec("tensorboard") is None:  # open_writer imports it, later
         parser.error("needs tensorboard: pip install tensorboard")
     return args
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    args = parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if the launcher is killed, its ranks end too
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    (rank, world_size, device), flags = setup(), (args.steps, args.batch_size, args.seed)
-    backend, everyone, lines, files = dist.get_backend(), [None] * world_size, {}, {}
-    scratch_folder = contextlib.nullcontext()
-    if rank == 0:
-        scratch_folder = tempfile.TemporaryDirectory()
-        remove_when_ended(scratch_folder)
-    with one_line_if_the_disk_is_full(rank), scratch_folder as scratch:
-        places = [scratch, rank or tempfile.mkdtemp(prefix="run_", dir=args.log_dir or scratch)]
-        dist.broadcast_object_list(places)  # all ranks write where rank 0 says
-        for mode in ("all", "rank0"):
-            folder, text = f"{places[0]}/{mode}", io.StringIO()
-            with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-                train(rank, world_size, device, mode, folder, *flags)
-            dist.all_gather_object(everyone, text.getvalue().count("\n"))  # all have finished
-            lines[mode] = everyone[:]
-            files[mode], values = read_events(folder) if rank == 0 else (0, [])
-        losses = train(rank, world_size, device, args.output, places[1], *flags)  # for all to see
-        dist.all_gather_object(everyone, losses)
-    dist.destroy_process_group()
-    if rank != 0:
-        return 0
-    by_rank = [[step[0] for step in theirs] for theirs in everyone]
-    _, sums, _, means, truth = map(list, zip(*losses, strict=True))
-    gap = max(abs(mean - right) for mean, right in zip(means, truth, strict=True))
-    alone = lines["rank0"][0] > 0 == sum(lines["rank0"][1:])
-    written = files["rank0"] == 1 and values == torch.tensor(means).tolist()  # in float32
-    learned = truth[-1] < truth[0] or args.steps < 10 or args.batch_size < 30  # else too short
-    passed = gap < 1e-12 and alone and written and learned
-    last = " ".join(f"{theirs[-1]:.3g}" for theirs in by_rank)
-    print(f"step {args.steps}, loss by rank: {last}; sum {sums[-1]:.3g}, mean {means[-1]:.3g}")
-    print(f"lines by rank: {lines}; event files: {files}")
-    verdict = "PASS" if passed else "FAIL"
-    print(f"{verdict} rank 0 alone speaks, and logs the loss of all rows (off by {gap:.2g})")
-    if args.json:
-        result = {"lesson": 5, "world_size": world_size, "backend": backend, "device": device.type}
-        result |= {"passed": passed, "lines_per_rank": lines, "event_files": files}
-        result |= {"loss_per_rank": by_rank, "loss_sum": sums, "loss_mean": means}
-        print(json.dumps(result | {"loss_all_data": truth}))
+# --- The frame: the same in every lesson ---
+
+
+def join_group(backend=None, store=None):
+    """Choose a device, then join the group; return (rank, world_size, device).
+
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
+    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    enough_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= ranks_here
+    backend = backend or ("nccl" if enough_gpus else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        store = dist.HashStore()  # alone, nobody has to be found
+    place = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
+    return rank, world_size, device
+
+
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

@@ -1,83 +1,248 @@
-"""The exercise of lesson 05: the loss over the rows of all ranks, whatever each rank has."""
+"""Solutions of the tasks of lesson 05, and their checks."""
 
 import math
 
+import lesson_05_rank_zero_output as lesson
 import torch
-import torch.distributed as dist
-from nbtools import run
+from nbtools import RankFailed, run
+from nbtools.record import Wire
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+BUDGET = 16  # bytes that a rank may hand to collectives for one mean: a sum and a count
+
+# --- Task 1: predict ---
+
+factor_of_the_last_rank = 4 * 7 / 31
 
 
-def solution(loss_of_my_rows, my_row_count):
-    """Return the mean loss over the rows of all ranks, the same number on every rank (claim C4)."""
-    # Ask for the number of rows, not whether the loss is nan: a nan of real rows must be seen.
-    loss_sum = loss_of_my_rows.item() * my_row_count if my_row_count else 0.0
-    numbers = torch.tensor([loss_sum, my_row_count], dtype=torch.float64)
-    dist.all_reduce(numbers)  # a sum and a count, 16 bytes from each rank
-    return (numbers[0] / numbers[1]).item()
+def check_factor_of_the_last_rank(guess):
+    """Return None if `guess` is right to half a percent, else a hint."""
+    if abs(guess - factor_of_the_last_rank) < 0.005 * factor_of_the_last_rank:
+        return None
+    if abs(guess - 7 / 31) < 0.01:
+        return "so much does its mean count, but DDP also divides the sum by the number of ranks"
+    return "DDP leaves (a + b + c + d) / 4; which weight must the last of them have in the end?"
 
 
-def examine(rank, world_size, attempt, losses):
-    """Call the attempt with the mean over this rank's rows, as a loss function computes it."""
-    mean = torch.tensor(losses[rank], dtype=torch.float64).mean()  # nan if there are no rows
-    answer = attempt(mean, len(losses[rank]))
-    return answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer
+# --- Task 2: build ---
+
+
+def mean_loss(loss_of_my_rows, my_row_count):
+    """Return the mean loss over the rows of all ranks, the same number on every rank.
+
+    Ask for the number of rows, not whether the loss is nan: a nan of real rows must be seen.
+    """
+    total = loss_of_my_rows * my_row_count if my_row_count else torch.zeros_like(loss_of_my_rows)
+    return lesson.mean_over_rows(total, my_row_count)
+
+
+def examine_mean_loss(rank, world_size, attempt, cases):
+    """Call the attempt with the mean over this rank's rows; return its answers, and the bytes."""
+    found = []
+    for _, losses in cases:
+        mean = torch.tensor(losses[rank], dtype=torch.float64).mean()  # nan if there are no rows
+        with Wire() as wire:
+            answer = attempt(mean, len(losses[rank]))
+        if isinstance(answer, torch.Tensor) and answer.numel() == 1:
+            answer = answer.item()
+        found.append((answer, sum(call.nbytes for call in wire.calls)))
+    return found
 
 
 def make_cases(nproc):
-    """Return [(words, losses of the rows by rank)]: equal parts, unequal, no row at all, nan."""
-    even = [[rank + 0.5, 3.0 * rank] for rank in range(nproc)]
+    """Return [(words, losses of the rows by rank)]: unequal, many, no row at all, nan, inf."""
     uneven = [[1.0 + rank] * (rank + 1) for rank in range(nproc)]
+    thirds = [[1 / 3 + rank, 0.1] for rank in range(nproc)]
     return [
-        ("equally many rows on all ranks", even),
+        ("equally many rows on all ranks", [[rank + 0.5, 3.0 * rank] for rank in range(nproc)]),
         ("unequal numbers of rows", uneven),
-        ("no row on the last rank", [*uneven[:-1], []] if nproc > 1 else uneven),
-        ("no row on rank 0", [[], *uneven[1:]] if nproc > 1 else uneven),
+        ("losses of 0.1 and 1/3", thirds),
+        ("more than 256 rows", [[0.1] * (257 + rank) + [2.0] for rank in range(nproc)]),
+        ("no row on the last rank", [*uneven[:-1], []]),
+        ("no row on rank 0", [[], *uneven[1:]]),
         (f"a loss that is nan on rank {nproc - 1}", [*uneven[:-1], [1.0, math.nan]]),
         ("a loss that is nan on rank 0", [[1.0, math.nan], *uneven[1:]]),
+        ("a loss that is infinite on rank 0", [[math.inf], *uneven[1:]]),
     ]
 
 
-def check(attempt, nprocs=(2, 3)):
-    """Return None if the attempt is right on each number of ranks, else one sentence about it."""
-    problems = (check_ranks(attempt, nproc) for nproc in nprocs)
-    return next((problem for problem in problems if problem), None)
-
-
-def check_ranks(attempt, nproc):
-    """Return None if the attempt is right on `nproc` ranks, else one sentence about the mistake."""
-    for words, losses in make_cases(nproc):
-        rows = [loss for part in losses for loss in part]
-        right = sum(rows) / len(rows)
-        means = [sum(part) / len(part) for part in losses if part]
-        answers = run(examine, nproc, attempt, losses, deadline=60)
-        for rank, answer in enumerate(answers):
-            place = f"with {words}, rank {rank}"
-            if not isinstance(answer, (int, float)):
-                return f"{place} returned {type(answer).__name__}, not a number"
-            if abs(answer - right) < 1e-12 or (math.isnan(answer) and math.isnan(right)):
-                continue
-            hint = "it must be the loss of all rows, on every rank"
-            if math.isnan(right):
-                hint = "that rank has rows, and a nan of rows must not be hidden"
-            elif math.isnan(answer):
-                hint = "the mean over no rows is nan, and 0 times nan is nan"
-            elif math.isclose(answer, sum(means)):
-                hint = "that is the sum over the ranks: all_reduce adds up by default"
-            elif losses[rank] and math.isclose(answer, sum(losses[rank]) / len(losses[rank])):
-                hint = "that is the loss of its own rows: nothing was reduced"
-            elif math.isclose(answer, sum(means) / nproc):
-                hint = "that is the mean of the means: a rank with more rows must count more"
-            return f"{place} returned {answer:.4g}, not {right:.4g}: {hint}"
+def check_mean_loss(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence about it."""
+    for nproc in (2, 3):
+        cases = make_cases(nproc)
+        try:
+            answers = run(examine_mean_loss, nproc, attempt, cases, deadline=30)
+        except RankFailed as error:
+            return f"with {nproc} ranks: {error}"
+        for number, (words, losses) in enumerate(cases):
+            for rank in range(nproc):
+                answer, sent = answers[rank][number]
+                problem = wrong_mean(answer, losses, rank)
+                if problem:
+                    return f"with {words}, rank {rank} returned {problem}"
+                if sent > BUDGET:
+                    return f"a rank hands {sent} bytes to collectives, and {BUDGET} are enough"
     return None
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"mean_loss": (check, solution)}
+def wrong_mean(answer, losses, rank):
+    """Return what is wrong with one answer, or None."""
+    rows = [loss for part in losses for loss in part]
+    right, means = sum(rows) / len(rows), [sum(part) / len(part) for part in losses if part]
+    if not isinstance(answer, (int, float)):
+        return f"{type(answer).__name__}, not a number"
+    if answer == right or abs(answer - right) < 1e-12 or (math.isnan(answer) and right != right):
+        return None
+    hint = "it must be the mean over all rows, on every rank"
+    if math.isnan(right) or math.isinf(right):
+        hint = f"that rank has rows, and their {right} must not be hidden"
+    elif math.isnan(answer):
+        hint = "the mean over no rows is nan, and 0 times nan is nan"
+    elif math.isclose(answer, sum(means)):
+        hint = "that is the sum over the ranks: all_reduce adds up by default"
+    elif losses[rank] and math.isclose(answer, sum(losses[rank]) / len(losses[rank])):
+        hint = "that is the loss of its own rows: nothing was reduced"
+    elif math.isclose(answer, sum(means) / len(losses)):
+        hint = "that is the mean of the means: a rank with more rows must count more"
+    elif abs(answer - right) < 0.05 * abs(right):
+        hint = "it is close, but rounded: which type of number has travelled?"
+    return f"{answer:.9g}, not {right:.9g}: {hint}"
+
+
+# --- Task 3: predict ---
+
+event_files = 2
+
+
+def check_event_files(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == event_files:
+        return None
+    return "write down the ranks from 0 to 11, and divide each by 8: whose remainder is 0?"
+
+
+# --- Task 4: repair ---
+
+
+def train_until(rank, world_size, model, rows, targets, limit):
+    """Train until the loss of all rows is below `limit`, 50 steps at most; return the steps made.
+
+    The decision rests on a number that is equal on all ranks, so they all take it together.
+    """
+    mine = slice(rank, None, world_size)
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 51):
+        loss = mse_loss(replica(rows[mine]), targets[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        count = len(rows[mine])
+        if lesson.mean_over_rows(loss * count, count) < limit:
+            return step
+    return 50
+
+
+def make_unlike_rows():
+    """Return 36 rows that are harder to learn towards the end of each six, targets, and a model."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(36, 3, generator=generator, dtype=torch.float64)
+    noise = torch.randn(36, 1, generator=generator, dtype=torch.float64)
+    noise *= 0.5 * (torch.arange(36)[:, None] % 6 + 1) / 6
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    return rows, rows.sum(1, keepdim=True) + 3 + noise, model
+
+
+def losses_of_one_process(steps):
+    """Return the loss of all 36 rows in each step of a training in one process."""
+    rows, targets, model = make_unlike_rows()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(steps):
+        loss = mse_loss(model(rows), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def examine_train_until(rank, world_size, attempt, limits):
+    """Run the attempt for each limit; return the steps, and the bytes beside the gradients."""
+    found = []
+    for limit in limits:
+        rows, targets, model = make_unlike_rows()
+        with Wire() as wire:
+            steps = attempt(rank, world_size, model, rows, targets, limit)
+        sizes = [call.nbytes for call in wire.calls if call.name != "broadcast"]
+        updates = sizes.count(32)  # a gradient: 4 numbers of float64
+        found.append((steps, updates, sum(sizes) - 32 * updates))
+    return found
+
+
+def check_train_until(attempt, deadline=15):
+    """Return None if all ranks stop when the loss of all rows says so, else one sentence."""
+    losses = losses_of_one_process(50)
+    limits = [1.01 * losses[9], 1.01 * losses[19], 1.01 * losses[29], 0.0]
+    wanted = [next((n for n, loss in enumerate(losses, 1) if loss < lim), 50) for lim in limits]
+    for nproc in (2, 3):
+        where, found = f"with {nproc} ranks", [[] for _ in range(nproc)]
+        for part in (limits[:1], limits[1:]):  # alone: a rank that stops first is noticed at once
+            try:
+                parts = run(examine_train_until, nproc, attempt, part, deadline=deadline)
+            except RankFailed as error:
+                return f"{where} they do not end together: {who_stopped(error)}"
+            found = [theirs + more for theirs, more in zip(found, parts, strict=True)]
+            problem = wrong_steps(found, wanted)
+            if problem:
+                return f"{where} {problem}"
+    return None
+
+
+def who_stopped(error):
+    """Return the part of a failure that says who has come to the end, and who has not."""
+    place, _, stopped = str(error).partition(", because ")
+    return f"{stopped.partition(':')[0]}, and {place.partition(' in ')[0]}" if stopped else place
+
+
+def wrong_steps(found, wanted):
+    """Return what is wrong with (steps, updates, bytes) of each rank and limit so far, or None."""
+    for number, right in enumerate(wanted[: len(found[0])]):
+        steps = [theirs[number][0] for theirs in found]
+        if len(set(steps)) > 1:
+            return f"they say that they have made {steps} steps"
+        if steps[0] != right or any(theirs[number][1] != right for theirs in found):
+            return f"they stop after step {steps[0]}; the loss of all rows, after {right}"
+        if max(theirs[number][2] for theirs in found) > BUDGET * right + 64:
+            return f"a rank sends more than {BUDGET} bytes in a step to decide"
+    return None
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "factor_of_the_last_rank": (check_factor_of_the_last_rank, factor_of_the_last_rank),
+    "mean_loss": (check_mean_loss, mean_loss),
+    "event_files": (check_event_files, event_files),
+    "train_until": (check_train_until, train_until),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
+    "factor_of_the_last_rank": (
+        "Write down what DDP leaves, with one unknown factor in front of each rank's gradient, and "
+        "below it the mean over the rows. Compare the two for the last rank."
+    ),
     "mean_loss": (
-        "Ask what `reduce_loss` would send for a rank without rows, and what becomes of the sum. "
-        "Which of the two arguments tells a nan of no rows from a nan of a failed training?"
+        "What does `mean_over_rows` want, and what are those two things on a rank without rows? "
+        "Which of your arguments tells a nan of no rows from a nan of a failed training?"
+    ),
+    "event_files": (
+        "The rule asks only for the rank. Go through the ranks in order, and forget the machines."
+    ),
+    "train_until": (
+        "All ranks must come to the same decision in the same step. On which number must it rest, "
+        "and what has to happen before every rank has it?"
     ),
 }
