@@ -1,7 +1,28 @@
 """Lesson 04: how ranks find each other, how that fails, and who is named."""
 
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import cloudpickle
+import lesson_04_init_methods as lesson
 import pytest
+import torch
+import torch.distributed as dist
 from breaks import check_breaks
+from conftest import ENVIRONMENT, ROOT, finish, run_lesson, run_warm, start_program
+from nbtools import run
+
+# `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+OF_A_JOB = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 BREAKS = {
     "no roll call": ("    call_the_roll(store, rank, world_size, limit)\n", ""),
@@ -15,10 +36,8 @@ BREAKS = {
     "rank taken for local rank": ('int(os.environ["RANK"])', 'int(os.environ["LOCAL_RANK"])'),
     "world size of one machine": ('["WORLD_SIZE"])', '["LOCAL_WORLD_SIZE"])'),
     "a store that nobody closes": (
-        "    return dist.TCPStore(",
-        "    kept = globals()['kept'] = dist.TCPStore(host, int(port), world_size, **options)
-"
-        "    return kept or dist.TCPStore(",
+        'return dist.TCPStore(host.strip("[]"), int(port), world_size, **options)',
+        "return globals().setdefault(place, dist.TCPStore(host, int(port), world_size, **options))",
     ),
     "an address that only this machine knows": (
         'host, _, port = place.rpartition(":")\n    options',
@@ -35,3 +54,163 @@ BREAKS = {
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
     check_breaks(4, BREAKS, nproc)
+
+
+# --- The script ---
+
+RUNS = {"tcp": (3, 21), "file": (2, 13), "store": (2, 13)}  # method: (ranks, their sum)
+
+
+@pytest.mark.claim("E7", "E9", "E11", "E14", "C9")
+@pytest.mark.parametrize("method", RUNS)
+def test_ranks_meet_by_each_method(method):
+    nproc, total = RUNS[method]
+    flags = ["--init", method, "--nproc", nproc, "--seed", 5, "--steps", 2, "--json"]
+    ((code, stdout),) = run_warm(lesson.__file__, 1, *flags, unset=OF_A_JOB)
+    facts = json.loads(stdout.splitlines()[-1])
+    assert (code, facts["passed"], facts["init"]) == (0, True, method), stdout
+    assert (facts["ranks_seen"], facts["all_reduce"]) == (list(range(nproc)), total)
+
+
+def be_typed(rank, world_size, lines):
+    """Be what was typed into terminal `rank`: a shell's words, of which some set variables."""
+    dist.destroy_process_group()
+    words = shlex.split(lines[rank])
+    script = words.index(lesson.__file__)
+    os.environ.update(word.split("=", 1) for word in words[1:script] if "=" in word)
+    args = lesson.parse_args(words[script + 1 :])
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        code = lesson.conclude(*lesson.main(args), args.json)
+    return code, stdout.getvalue().splitlines()
+
+
+@pytest.mark.claim("B6", "B2", "E12")
+@pytest.mark.parametrize("method", ["env", "tcp"])
+def test_printed_lines_start_the_ranks_by_hand(method):
+    """The rank is the number of the process; rank 0 alone says the verdict."""
+    args = lesson.parse_args([f"--init={method}"])
+    place = f"127.0.0.1:{lesson.free_port()}"
+    lines = [lesson.command_line(args, place, rank) for rank in (0, 1)]
+    assert [line.startswith("env RANK=") for line in lines] == [method == "env"] * 2
+    zero, one = run(be_typed, 2, lines)
+    met = "rank {} has met all 2; the sum is 3"
+    assert (one[0], one[1][1:]) == (0, [met.format(1)])
+    assert (zero[0], zero[1][1]) == (0, met.format(0)) and zero[1][-1].startswith("PASS rank")
+
+
+RESTARTED = """
+import os, signal
+import lesson_04_init_methods as lesson
+code = lesson.conclude(*lesson.main(lesson.parse_args([])), False)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.claim("E10")
+def test_under_torchrun_ranks_meet_also_after_a_restart(tmp_path):
+    """Its agent holds the store, which still has what the dead ranks have left."""
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command += ["--local-addr=127.0.0.1", "--log-dir=/dev/null", "--nproc-per-node=2"]
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "lessons")}
+    ended = finish(start_program(*command, tmp_path / "restarted.py", env=ENVIRONMENT | more))
+    assert ended.returncode == 0, ended.stderr
+    assert "failed to listen" not in ended.stderr
+    assert len(re.findall("has met all 2; the sum is 3", ended.stdout)) == 4
+
+
+@pytest.mark.claim("C9")
+def test_a_port_that_is_taken_is_said_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as other_job:
+        flag = f"--init=tcp://127.0.0.1:{other_job.getsockname()[1]}"
+        ((code, stdout),) = run_warm(lesson.__file__, 1, flag, unset=OF_A_JOB)
+    assert code == 1
+    assert re.match(r"FAIL rank 0: OSError: .*Address already in use", stdout.splitlines()[-1])
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    line = "    where = choose_device(rank, args.nproc)\n"
+    source = Path(lesson.__file__).read_text()
+    killed = source.replace(line, f"{line}    rank != 1 or os.kill(os.getpid(), 9)\n")
+    (tmp_path / "killed.py").write_text(killed)
+    ((code, stdout),) = run_warm(tmp_path / "killed.py", 1, unset=OF_A_JOB)
+    assert code == 1 and re.match("FAIL rank 1: .*SIGKILL", stdout.splitlines()[-1])
+
+
+BAD = {
+    "--init carrier-pigeon": "--init",
+    "--init tcp --rank 0": "--init",
+    "--init env://127.0.0.1:29500 --rank 0": "--rank",
+    "--init tcp://127.0.0.1": "--init",
+    "--init tcp://127.0.0.1:0": "--init",
+    "--init store://127.0.0.1:65536": "--init",
+    "--init tcp://::1:29500": "--init",
+    "--init file://relative/path": "--init",
+    "--init file:///no/such/folder/file": "--init",
+    "--init file:///dev": "'/dev' is a folder",
+    "--init file:///dev/null --rank 0": "'/dev/null' is a folder or a device",
+    "--init tcp://127.0.0.1:29500 --rank 2": "--rank",
+    "--init tcp://127.0.0.1:29500 --rank -1": "--rank",
+    f"--init file://{__file__}": "is left from an earlier run",
+}
+
+
+@pytest.mark.claim("E11")
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_values_are_refused(capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        lesson.parse_args(flags.split())
+    assert stop.value.code == 2 and BAD[flags] in capsys.readouterr().err
+
+
+@pytest.mark.claim("E12")
+def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
+    good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+    for name, bad in [("", ""), *((name, "") for name in good), ("RANK", "2"), ("RANK", "x")]:
+        for key, value in (good | {name: bad}).items():
+            monkeypatch.setenv(key or "UNUSED", value)
+        if not name:
+            args = lesson.parse_args([])
+            assert (args.rank, args.nproc, args.place) == (0, 2, "[::1]:29500")
+            continue
+        with pytest.raises(SystemExit):
+            lesson.parse_args([])
+        assert "set WORLD_SIZE" in capsys.readouterr().err or bad == "2"
+
+
+PROJECT = """
+
+if __name__ == "__main__":
+    place, rank, world_size = told_by_environment()
+    store = open_store(place, rank, world_size)
+    join(store, rank, world_size)
+    dist.all_reduce(total := torch.tensor([rank + 1]))
+    print(total.item())
+    dist.destroy_process_group()
+"""
+
+
+def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
+    source = Path(lesson.__file__).read_text().replace(lesson.__doc__, "")
+    (tmp_path / "own.py").write_text(source.partition("# --- The proof ---")[0] + PROJECT)
+    assert run_warm(tmp_path / "own.py", 2) == [(0, "3\n")] * 2
+
+
+@pytest.mark.claim("E4")
+def test_backend_is_nccl_only_if_each_rank_has_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    chosen = []
+    for nccl in (True, False):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
+        for gpus in (0, 1, 2, 8):
+            monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            chosen.append(lesson.choose_device(1, 2)[0])
+    assert chosen == ["gloo", "gloo", "nccl", "nccl"] + ["gloo"] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.claim("E1", "E2", "E4", "C9")
+def test_on_gpus_the_script_uses_nccl():
+    facts = run_lesson(4, "--nproc", torch.cuda.device_count(), "--json").json
+    assert (facts["backend"], facts["device"], facts["passed"]) == ("nccl", "cuda", True)
