@@ -121,6 +121,8 @@ def watched(rank, world_size, attempt, report):
         told = options.get("rank"), options.get("world_size")
         if told != (rank, world_size):
             raise ValueError(f"rank {rank} of {world_size} joins as rank {told[0]} of {told[1]}")
+        if options.get("timeout") != LIMIT:
+            raise ValueError(f"the group waits for {options.get('timeout')}, and not for {LIMIT}")
         here = time.perf_counter()
         library(*args, **options)
         report.setdefault("seconds", [here - start, time.perf_counter() - here])
@@ -138,7 +140,9 @@ def be_one_rank(args, place, rank, world_size, where):
     told = told_by_environment() if args.method == "env" else (place, rank, world_size)
     store = open_store(*told, LIMIT)
     holds = rank == 0 and args.method != "file" and AGENT not in os.environ
-    report["wrong"] += wrong_doors(place) if holds else []
+    report["wrong"] += wrong_doors(place, world_size) if holds else []
+    if args.method != "file" and store.timeout != LIMIT:
+        report["wrong"].append(f"the store waits for {store.timeout}, and not for {LIMIT}")
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     again = f"{first}, once more"
     for job, attempt in (("a", first), ("b", first), ("a", again)):  # two jobs, one of them twice
@@ -174,32 +178,49 @@ def wrong_in_rehearsals(store, rank, world_size):
     last, wrong = world_size - 1, []
     sins = {  # what the last rank does: who it says it is, of how many; what all must be told
         "comes as rank 0": (0, world_size, "rank 0 is here twice"),
+        "has a number too high": (world_size, world_size, f"rank {world_size} is none of"),
         "has another world size": (last, world_size + 1, "has world size"),
         "does not come": (None, world_size, f"not here after 0:00:01: rank {last}"),
+        "comes late, and once more": (last, world_size, "is here twice"),
     }
     for sin, (number, size, words) in sins.items():
         who, said = (number, size) if rank == last else (rank, world_size), words
+        job = "b" if "once more" in sin else sin  # in b all have met already
+        limit = timedelta(seconds=1 if number is None else 5)
         dist.barrier()
-        try:
-            if who[0] is not None:
-                limit = timedelta(seconds=1 if number is None else 5)
-                said = "nothing"
-                join(store, *who, job=sin, limit=limit)
-        except (RuntimeError, ValueError) as error:
-            said = str(error)
+        begin = time.monotonic()
+        if who[0] is not None:
+            said = said_to(lambda: join(store, *who, job=job, limit=limit))  # noqa: B023
         if words not in said:
             wrong.append(f"if a rank {sin}, rank {rank} is told: {said}")
+        elif time.monotonic() - begin > 20:
+            wrong.append(f"if a rank {sin}, rank {rank} is told too late")
     return wrong[:1]
 
 
-def wrong_doors(place):
+def said_to(caller):
+    """Return the words of the error that a call ends with."""
+    try:
+        caller()
+    except (RuntimeError, ValueError, OSError) as error:
+        return str(error)
+    return "nothing"
+
+
+def wrong_doors(place, world_size):
     """Return what is wrong with where the store of this rank listens: at `place`, nowhere else."""
     host, port = host_and_port(place)
     wrong = [] if answers(host, port) else [f"no store listens at {host}, where all look for it"]
     own = {found[4][0] for found in socket.getaddrinfo(host, port)}
     others = [other for other in ("127.0.0.1", "127.0.0.2", "::1") if other not in own]
     strangers = [other for other in others if answers(other, port)]
-    return wrong + [f"the store also listens at {other}, for strangers" for other in strangers]
+    wrong += [f"the store also listens at {other}, for strangers" for other in strangers]
+    with patch.dict(os.environ, {AGENT: "True"}):  # as under torchrun, which listens already
+        said = said_to(lambda: open_store(place, 0, world_size, LIMIT))
+        wrong += [] if said == "nothing" else [f"under torchrun rank 0 is told: {said}"]
+    alone = f"127.0.0.1:{free_port()}", 0, world_size, timedelta(seconds=1)
+    said = said_to(lambda: open_store(*alone))
+    return wrong + ([] if said == "nothing" else [f"before the others come, rank 0 gets: {said}"])
 
 
 def answers(host, port):
@@ -281,14 +302,14 @@ def leave_a_report(rank, args, place, folder):
     try:
         report = be_one_rank(args, place, rank, args.nproc, where)
     except Exception as error:
-        report = {"error": f"rank {rank}: {reason(error)}", "time": time.time()}
+        report = {"error": f"rank {rank}: {in_one_line(error)}", "time": time.time()}
     Path(folder, f"{rank}.part").write_text(json.dumps(report))
     Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.json"))
     if "error" in report:
         os._exit(1)  # at once: in a group that has failed, gloo's threads may wait
 
 
-def reason(error):
+def in_one_line(error):
     """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -323,8 +344,8 @@ def be_one_by_hand(args):
     try:
         report = be_one_rank(args, args.place, args.rank, args.nproc, where)
     except Exception as error:
-        print(f"rank {args.rank}: {reason(error)}", flush=True)
-        return [], [reason(error)]
+        print(f"rank {args.rank}: {in_one_line(error)}", flush=True)
+        return [], [in_one_line(error)]
     print(f"rank {args.rank} has met all {args.nproc}; the sum is {report['sums'][0]}", flush=True)
     return [report], []
 

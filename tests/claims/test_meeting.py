@@ -113,6 +113,7 @@ def look(rank, world_size, port, groups):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
     keys = sorted(key.split("/")[-1] for key in store.list_keys() if "cpu" in key)
+    dist.barrier()
     for _ in range(groups - 1):
         dist.new_group()
     dist.all_reduce(torch.tensor([rank]))
