@@ -10,10 +10,15 @@ import importlib
 import io
 import os
 import sys
+import tempfile
 import types
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from pathlib import Path
 from unittest.mock import patch
 
 import cloudpickle
+from conftest import run_warm
 from lockstep import lessons
 from nbtools import run
 
@@ -26,7 +31,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
 
     With two machines, half of the ranks are told that they run on the second. All runs share one
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
-    new process for each: lesson 01 registers its stand-ins for devices once in a process.
+    new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
+    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
@@ -37,13 +43,19 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
         if not where or nproc in where[0]:
             sources[name] = source.replace(part, other)
     importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
-    if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB):
+    if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB, lessons.ITSELF):
         flags = [*flags, "--nproc", nproc]
     words = [str(flag) for flag in flags]
     said = {}
     if lesson.start == lessons.ONE_PROCESS:
         for name, text in sources.items():
             said |= run(verdicts, 1, {name: text}, words, machines)[0]
+    elif lesson.start == lessons.ITSELF:
+        with ThreadPoolExecutor(3) as pool, tempfile.TemporaryDirectory() as folder:
+            places = [(Path(folder, f"{name}.py"), text) for name, text in sources.items()]
+            said = dict(
+                zip(sources, pool.map(verdict_of_warm_run, places, repeat(words)), strict=True)
+            )
     else:
         said = run(verdicts, nproc, sources, words, machines, deadline=300)[0]
     passed, claim = said.pop("as it is")
@@ -61,6 +73,15 @@ def verdicts(rank, world_size, sources, flags, machines):
             error.add_note(f"in the break {name!r}")
             raise
     return said
+
+
+def verdict_of_warm_run(place, words):
+    """Run a script, which starts its own ranks, in a warm process; return (passed, last line)."""
+    path, source = place
+    path.write_text(source)
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    ((code, stdout),) = run_warm(path, 1, *words, unset=names)
+    return code == 0, stdout.splitlines()[-1]
 
 
 def verdict(rank, world_size, source, flags, machines):

@@ -1,9 +1,10 @@
-"""The exercise of lesson 04: processes without numbers take their ranks from a store."""
+"""Solutions of the tasks of lesson 04, and their checks."""
 
+import os
 import tempfile
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from time import sleep
 from unittest.mock import patch
 
@@ -11,8 +12,101 @@ import torch
 import torch.distributed as dist
 from nbtools import run
 
+# --- Task 1: repair ---
 
-def solution(store, world_size):
+
+def barrier(store, world_size):
+    """Return when all ranks have called this as often as we have.
+
+    The counter never goes back, so it tells the round as well: each round has a key of its own.
+    """
+    arrived = store.add("arrived", 1)
+    number, last = divmod(arrived - 1, world_size)
+    if last == world_size - 1:
+        store.set(f"open {number}", "")
+    store.wait([f"open {number}"])
+
+
+class Counting(dist.PrefixStore):
+    """A store that counts requests, and in which a wait that nobody ends is given up."""
+
+    def __init__(self, store, patience):
+        super().__init__("attempt", store)
+        self.asked, self.patience, self.lock = 0, timedelta(seconds=patience), threading.Lock()
+        self.set_timeout(self.patience)
+
+    def count(self, method, *args):
+        with self.lock:
+            self.asked += 1
+        return method(*args)
+
+    def set(self, key, value):
+        return self.count(super().set, key, value)
+
+    def get(self, key):
+        return self.count(super().get, key)
+
+    def add(self, key, amount):
+        return self.count(super().add, key, amount)
+
+    def compare_set(self, key, old, new):
+        return self.count(super().compare_set, key, old, new)
+
+    def check(self, keys):
+        return self.count(super().check, keys)
+
+    def multi_get(self, keys):
+        return self.count(super().multi_get, keys)
+
+    def multi_set(self, keys, values):
+        return self.count(super().multi_set, keys, values)
+
+    def delete_key(self, key):
+        return self.count(super().delete_key, key)
+
+    def wait(self, keys, limit=None):
+        return self.count(super().wait, keys, min(limit or self.patience, self.patience))
+
+
+def cross(attempt, world_size, rounds, patience):
+    """Let ranks, which are threads here, cross the barrier; return what is wrong, or None."""
+    store, came, wrong = Counting(dist.HashStore(), patience), [0] * world_size, []
+
+    def be_a_rank(rank):
+        for number in range(rounds):
+            sleep(0.1 if rank == number % world_size else 0)  # another one is late in each round
+            came[rank] += 1
+            attempt(store, world_size)
+            if min(came) <= number:
+                wrong.append(f"in round {number + 1} a rank went on before all had come")
+                return
+
+    with ThreadPoolExecutor(world_size) as pool:
+        ends = [pool.submit(be_a_rank, rank) for rank in range(world_size)]
+        errors = [end.exception() for end in ends]
+    error = next(filter(None, errors), None)
+    if isinstance(error, NotImplementedError):
+        raise error
+    if wrong or error:
+        return min(wrong) if wrong else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    allowed = rounds * (2 * world_size + 1)
+    if store.asked > allowed:
+        return f"{store.asked} requests to the store in {rounds} rounds; {allowed} are enough"
+    return None
+
+
+def check_barrier(attempt, patience=2):
+    """Return None if nobody passes early in four rounds, with few requests, else a sentence."""
+    for world_size in (2, 3, 5):
+        if problem := cross(attempt, world_size, 4, patience):
+            return f"with {world_size} ranks: {problem}"
+    return None
+
+
+# --- Task 2: build ---
+
+
+def take_rank(store, world_size):
     """Return a rank that no other process has: 0 to the first that comes, 1 to the next, ..."""
     rank = store.add("processes", 1) - 1  # add is atomic, and returns the new value
     if rank >= world_size:
@@ -22,8 +116,12 @@ def solution(store, world_size):
     return rank
 
 
-class _SlowStore(dist.PrefixStore):
+class Slow(dist.PrefixStore):
     """A store that pauses after each read, so that others read the same before this one writes."""
+
+    def __init__(self, store, patience):
+        super().__init__("attempt", store)
+        self.set_timeout(timedelta(seconds=patience))
 
     def get(self, key):
         return self._pause(super().get(key))
@@ -39,95 +137,118 @@ class _SlowStore(dist.PrefixStore):
         return value if amount else self._pause(value)
 
     def _pause(self, answer):
-        sleep(0.2)
+        sleep(0.1)
         return answer
 
 
-def _examine(index, processes, attempt, path, world_size, patience):
-    """Call the attempt in this process; return its answer, whether another process had an answer
-    before this one had come, and the sum if the ranks can join."""
+def deal(attempt, world_size, processes, patience):
+    """Let threads play the processes; return (answers, whether one had its rank too early).
+
+    Half of them are on another machine, where the same process ids are given away again.
+    """
+    store, late, answers = dist.HashStore(), threading.Event(), {}
+    numbers = {}
+
+    def come(index):
+        numbers[threading.get_ident()] = 1000 - index // 2
+        if index == processes - 1 and processes == world_size:  # the last one comes late
+            late.wait(0.6)
+            early.extend(answers)
+        try:
+            answers[index] = attempt(Slow(store, patience), world_size)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            answers[index] = f"RuntimeError: {error}"
+
+    early = []
+    unwilling = patch("time.sleep", lambda seconds: sleep(min(seconds, 0.02)))  # it is no waiting
+    ids = patch.object(os, "getpid", lambda: numbers.get(threading.get_ident(), 1))
+    with unwilling, ids, ThreadPoolExecutor(processes) as pool:
+        ends = [pool.submit(come, index) for index in range(processes)]
+        for end in ends:
+            end.result()
+    return [answers[index] for index in range(processes)], bool(early)
+
+
+def wrong_deal(answers, early, world_size):
+    """Return what is wrong with the answers of these processes, or None."""
+    place = f"when {len(answers)} processes come for a world of {world_size},"
+    refused = [answer for answer in answers if str(answer).startswith("RuntimeError")]
+    surplus = len(answers) - world_size
+    if len(refused) != surplus:
+        same = "perhaps two read the same number before either wrote; "
+        return (
+            f"{place} {len(refused)} got a RuntimeError; it must be {surplus}: "
+            f"{same if len(refused) > surplus else ''}the answers were {sorted(map(str, answers))}"
+        )
+    given = [answer for answer in answers if answer not in refused]
+    if any(type(rank) is not int for rank in given):
+        return f"{place} a rank must be an int, not {given[0]!r}"
+    if sorted(given) != list(range(world_size)):
+        return f"{place} the ranks are {sorted(given)}, not each of {list(range(world_size))}"
+    return f"{place} one returned a rank before the last process had come" if early else None
+
+
+def join_with(index, world_size, attempt, path):
+    """Take a rank in a real process, join the group with it, and add up 2 ** rank."""
     dist.destroy_process_group()
-    limit = timedelta(seconds=patience)
-    store = dist.FileStore(path, processes)
-    store.set_timeout(limit)
-    store.set(f"process {index}", "")
-    store.wait([f"process {other}" for other in range(processes)])  # all begin at once, but one
-    hasty = False
-    if processes == world_size and index == processes - 1:  # it comes late
-        end = time.monotonic() + 1
-        while not hasty and time.monotonic() < end:
-            time.sleep(0.02)
-            hasty = any(store.check([f"answer {other}"]) for other in range(processes))
-    try:
-        with patch("time.sleep", lambda seconds: sleep(min(seconds, 0.02))):  # it is no waiting
-            answer = attempt(_SlowStore("attempt", store), world_size)
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:
-        answer = f"RuntimeError: {error}"
-    store.set(f"answer {index}", repr(answer))
-    answers = [store.get(f"answer {other}").decode() for other in range(processes)]
-    if sorted(answers) != sorted(map(repr, range(processes))):
-        return answer, hasty, None
+    store = dist.FileStore(path, world_size)
+    rank = attempt(dist.PrefixStore("attempt", store), world_size)
     group = dist.PrefixStore("group", store)
-    dist.init_process_group("gloo", store=group, rank=answer, world_size=processes, timeout=limit)
-    total = torch.tensor([2**answer])
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size)
+    total = torch.tensor([2**rank])
     dist.all_reduce(total)
-    return answer, hasty, total.item()
+    return total.item()
 
 
-def check(attempt, nprocs=(2, 3), patience=8):
-    """Return None if the attempt is right in a world of each size, else one sentence about it.
+def check_take_rank(attempt, patience=5):
+    """Return None if the attempt is right in worlds of 2, 3 and 5, else one sentence about it.
 
-    A process waits `patience` seconds for another one, and then gives up.
+    Then one process too many comes: it must be refused, and the others must not be disturbed.
     """
-    problems = (_check_world(attempt, nproc, patience) for nproc in nprocs)
-    return next((problem for problem in problems if problem), None)
-
-
-def _check_world(attempt, nproc, patience):
-    """Return None if the attempt is right in a world of `nproc`, else one sentence about it.
-
-    Real processes meet in a file, take their ranks with the attempt, and join. The last one comes
-    late: nobody may have an answer before. Then one process too many comes: it must be refused,
-    and the others must not be disturbed.
-    """
-    hasty = False
+    for world_size in (2, 3, 5):
+        for processes in (world_size, world_size + 1):
+            if problem := wrong_deal(*deal(attempt, world_size, processes, patience), world_size):
+                return problem
     with tempfile.TemporaryDirectory() as folder:
-        for processes in (nproc, nproc + 1):
-            path = str(Path(folder, f"{processes} processes"))
-            answers = run(_examine, processes, attempt, path, nproc, patience, deadline=60)
-            ranks = [answer for answer, _, _ in answers]
-            hasty = hasty or any(early for _, early, _ in answers)
-            place = f"when {processes} processes come for a world of {nproc},"
-            refused = [rank for rank in ranks if str(rank).startswith("RuntimeError")]
-            if len(refused) != processes - nproc:
-                same = "perhaps two read the same number before either wrote; "
-                return (
-                    f"{place} {len(refused)} got a RuntimeError; it must be {processes - nproc}: "
-                    f"{same if len(refused) > processes - nproc else ''}"
-                    f"the answers were {sorted(map(str, ranks))}"
-                )
-            given = [rank for rank in ranks if rank not in refused]
-            if any(type(rank) is not int for rank in given):
-                return f"{place} a rank must be an int, not {given[0]!r}"
-            if sorted(given) != list(range(nproc)):
-                return f"{place} the ranks are {sorted(given)}, not each of {list(range(nproc))}"
-            if processes == nproc and {total for *_, total in answers} != {2**nproc - 1}:
-                return f"{place} they could not do an all-reduce together"
-    if hasty:
-        return f"in a world of {nproc} one returned a rank before the last process had come"
-    return None
+        sums = run(join_with, 3, attempt, f"{folder}/store", deadline=30)
+    return None if sums == [7] * 3 else f"three real processes got the sums {sums} by their ranks"
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"take_rank": (check, solution)}
+# --- Task 3: predict ---
+
+connections = 2 * (8 * 7 // 2)
+
+
+def check_connections(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == connections:
+        return None
+    if guess == connections // 2:
+        return "that is one of the two groups"
+    return "count the pairs of ranks first, then the groups"
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "barrier": (check_barrier, barrier),
+    "take_rank": (check_take_rank, take_rank),
+    "connections": (check_connections, connections),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
+    "barrier": (
+        "The counter goes on rising. What does dividing it by the world size tell a rank about "
+        "the round it is in, and which key should it wait for?"
+    ),
     "take_rank": (
         "Two processes may come in the same instant: which operation of the store reads and "
-        'changes a number in one step? For "when all have come", look at the barrier that was '
-        "made from a store."
+        'changes a number in one step? For "when all have come", think of the barrier.'
+    ),
+    "connections": (
+        "Gloo opens one connection for each pair of ranks, and does so again for every group. "
+        "How many pairs do eight ranks have?"
     ),
 }

@@ -1,14 +1,71 @@
-"""Wrong answers to the task of lesson 04, each with what the check must say about it."""
+"""Wrong attempts at the tasks of lesson 04, and words that their verdict must contain."""
 
 import os
 import time
 from functools import partial
 
-from solutions.lesson_04 import check
+from solutions.lesson_04 import check_take_rank
+
+# --- Task 1 ---
+
+
+def as_given(store, world_size):
+    if store.add("arrived", 1) == world_size:
+        store.set("open", "")
+    store.wait(["open"])
+
+
+def clears_up(store, world_size):
+    if store.add("arrived", 1) == world_size:
+        store.set("arrived", "0")
+        store.set("open", "")
+    store.wait(["open"])
+    store.delete_key("open")
+
+
+def asks_again(store, world_size):
+    number = (store.add("arrived", 1) - 1) // world_size
+    while store.add("arrived", 0) < (number + 1) * world_size:
+        time.sleep(0.001)
+
+
+def waits_for_each(store, world_size):
+    arrived = store.add("arrived", 1)
+    number = (arrived - 1) // world_size
+    store.set(f"arrived {arrived}", "")
+    for other in range(world_size):
+        store.wait([f"arrived {number * world_size + other + 1}"])
+
+
+def counts_in_itself(store, world_size, seen=[0]):  # noqa: B006
+    seen[0] += 1
+    number = (seen[0] - 1) // world_size
+    if store.add(f"arrived {number}", 1) == world_size:
+        store.set(f"open {number}", "")
+
+
+# --- Task 2 ---
 
 
 def from_the_environment(store, world_size):
-    return int(os.environ["RANK"])
+    return int(os.environ["RANK"]) if "RANK" in os.environ else 0
+
+
+def by_process_id(store, world_size):
+    number = store.add("processes", 1)
+    if number > world_size:
+        raise RuntimeError("too many")
+    store.set(f"id {number}", str(os.getpid()))
+    store.wait([f"id {other + 1}" for other in range(world_size)])
+    ids = sorted(int(store.get(f"id {other + 1}")) for other in range(world_size))
+    return ids.index(os.getpid())
+
+
+def waits_for_three(store, world_size):
+    rank = waits_for_nobody(store, world_size)
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {other} is here" for other in range(min(world_size, 3))])
+    return rank
 
 
 def counted_from_1(store, world_size):
@@ -29,7 +86,10 @@ def as_bytes(store, world_size):
 
 
 def nobody_is_refused(store, world_size):
-    return (store.add("processes", 1) - 1) % world_size
+    rank = (store.add("processes", 1) - 1) % world_size
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {other} is here" for other in range(world_size)])
+    return rank
 
 
 def waits_for_nobody(store, world_size):
@@ -42,13 +102,6 @@ def waits_for_nobody(store, world_size):
 def sleeps(store, world_size):
     rank = waits_for_nobody(store, world_size)
     time.sleep(1.5)
-    return rank
-
-
-def waits_for_itself(store, world_size):
-    rank = waits_for_nobody(store, world_size)
-    store.set(f"rank {rank} is here", "")
-    store.wait([f"rank {rank} is here"])
     return rank
 
 
@@ -69,24 +122,46 @@ def asks_again_and_again(store, world_size):
     return rank
 
 
-IMPATIENT = partial(check, patience=3)  # for an attempt that waits for who never comes
+def the_last_need_not_wait(store, world_size):
+    number, place = divmod(store.add("arrived", 1) - 1, world_size)
+    if place == world_size - 1:
+        store.set(f"open {number}", "")
+    else:
+        store.get(f"open {number}")
+
+
+IMPATIENT = partial(check_take_rank, patience=1)  # for one that waits for who never comes
+EARLY = "before the last process had come"
 
 WRONG = {
+    "barrier": {
+        "as given": (as_given, "in round 2 a rank went on before all had come"),
+        "clears up": (clears_up, "not yet"),
+        "asks again and again": (asks_again, "requests to the store in 4 rounds"),
+        "waits for each in turn": (waits_for_each, "are enough"),
+        "does not wait": (counts_in_itself, "went on before all had come"),
+    },
     "take_rank": {
-        "from the environment": (from_the_environment, "got a RuntimeError; it must be 1"),
+        "from the environment": (from_the_environment, "the ranks are [0, 0]"),
+        "by process id": (by_process_id, "not each of"),
+        "waits for three": (waits_for_three, f"world of 5, one returned a rank {EARLY}"),
         "counted from 1": (counted_from_1, "the ranks are [1, 2], not each of [0, 1]"),
         "everybody is 0": (everybody_is_0, "the ranks are [0, 0]"),
         "as bytes": (as_bytes, "a rank must be an int"),
         "nobody is refused": (nobody_is_refused, "got a RuntimeError; it must be 1"),
-        "waits for nobody": (waits_for_nobody, "before the last process had come"),
-        "sleeps": (sleeps, "before the last process had come"),
-        "waits for itself": (waits_for_itself, "before the last process had come"),
+        "waits for nobody": (waits_for_nobody, EARLY),
+        "sleeps": (sleeps, EARLY),
         "reads, then writes": (
             reads_then_writes,
             "two read the same number before either wrote",
             IMPATIENT,
         ),
-    }
+    },
+    "connections": {
+        "one group": (28, "one of the two groups"),
+        "each end": (112, "count the pairs"),
+        "both ways in one group": (57, "count the pairs"),
+    },
 }
 
-RIGHT = {"take_rank": [asks_again_and_again]}
+RIGHT = {"barrier": [the_last_need_not_wait], "take_rank": [asks_again_and_again]}
