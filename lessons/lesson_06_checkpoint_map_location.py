@@ -9,7 +9,7 @@ Kill it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and agai
 Output to expect on a CPU:
 
     ranks: 2, over gloo on cpu; checkpoints kept: 2
-    a save was killed at 11 moments: each time the old file was left, or the new one, whole
+    a save was killed at 10 moments: each time the old file was left, or the new one, whole
     resumed from step 5, 30 rows into epoch 1
     PASS the parameters of 2 ranks differ by 0.0 from those of 12 steps without a stop
 """

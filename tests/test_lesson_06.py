@@ -1,7 +1,29 @@
 """Lesson 06: checkpoints that survive a kill, and from which a job goes on with the same bits."""
 
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import cloudpickle
+import lesson_06_checkpoint_map_location as lesson
+import numpy as np
 import pytest
-from breaks import check_breaks
+import torch
+from breaks import check_breaks, verdict
+from conftest import run_warm
+from nbtools import RankFailed, run
+from torch import nn
+
+# Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+CPU = torch.device("cpu")
 
 BREAKS = {
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"', (2,)),
@@ -24,8 +46,12 @@ BREAKS = {
     "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (4,)),
     "no name of its own while it writes": ('path.with_suffix(".unfinished")', "path", (2,)),
     "the name before the data": (
-        "        torch.save(state, file)  # from Python to the operating system\n        os.fsync(file.fileno())  # and to the disk, before the name is there\n    os.replace(unfinished, path)",
-        "        os.replace(unfinished, path)\n        torch.save(state, file)\n        os.fsync(file.fileno())",
+        "        torch.save(state, file)  # from Python to the operating system\n"
+        "        os.fsync(file.fileno())  # and to the disk, before the name is there\n"
+        "    os.replace(unfinished, path)",
+        "        os.replace(unfinished, path)\n"
+        "        torch.save(state, file)\n"
+        "        os.fsync(file.fileno())",
         (2,),
     ),
     "no fsync of the file": ("os.fsync(file.fileno())", "pass", (2,)),
@@ -43,7 +69,9 @@ BREAKS = {
     "only one is kept": ("keep=2", "keep=1", (2,)),
     "all are kept": ("older[:-keep]", "[]", (2,)),
     "each rank loads what it finds": (
-        "    if dist.get_rank() == 0:\n        choice = choose(folder)\n    dist.broadcast_object_list(choice)\n",
+        "    if dist.get_rank() == 0:\n"
+        "        choice = choose(folder)\n"
+        "    dist.broadcast_object_list(choice)\n",
         "    choice = choose(folder)\n",
     ),
     "other bytes under the same name": ("own != digest", "False"),
@@ -65,4 +93,264 @@ BREAKS = {
 
 @pytest.mark.parametrize("nproc", (2, 3, 4))
 def test_each_break_ends_in_fail(nproc):
-    check_breaks(6, BREAKS, nproc, "--seed", 1)
+    check_breaks(6, BREAKS, nproc, "--seed", 1)  # a seed with which 4 ranks show the last bit
+
+
+@pytest.mark.claim("A17", "B7")
+def test_default_run(default_run):
+    result = default_run(6).json
+    assert (result["lesson"], result["world_size"], result["passed"]) == (6, 2, True)
+    assert (result["resumed_from_step"], result["max_param_diff"]) == (5, 0.0)
+    assert (result["checkpoints_kept"], result["kills"]) == (2, 10)
+    assert (
+        result["bytes_written"] > 12 * 2 * 5056
+    )  # 12 files, 2 states of torch's generator in each
+
+
+PROJECT = """
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    numbers, ends = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)), []
+    data, folder = TensorDataset(numbers, numbers.sum(1, keepdim=True)), sys.argv[1]
+    for steps, where in ((7, folder), (40, folder), (40, None)):
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+        model.float()
+        train(model, data, steps, 20, torch.device("cpu"), where)
+        ends.append(nn.utils.parameters_to_vector(model.parameters()))
+    if dist.get_rank() == 0:
+        print(torch.equal(*ends[1:]), [path.name for path in checkpoints(folder)])
+    dist.destroy_process_group()
+"""
+
+
+def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
+    source = Path(lesson.__file__).read_text().replace(lesson.__doc__, "")
+    (tmp_path / "own.py").write_text(source.partition("# --- The proof ---")[0] + PROJECT)
+    (tmp_path / "folder").mkdir()
+    (code, stdout), other = run_warm(tmp_path / "own.py", 2, tmp_path / "folder")
+    assert (code, other) == (0, (0, ""))
+    assert stdout == "True ['step_00000039.pt', 'step_00000040.pt']\n"
+
+
+# --- What was saved on another device, or from another program ---
+
+
+def file_from(device, path):
+    """Save a tensor of 4,000 bytes in a file that says that it comes from `device`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: device)
+        lesson.save({"weight": torch.ones(1000)}, path)
+    return path
+
+
+@pytest.mark.claim("A15")
+def test_a_missing_device_raises_the_article_s_error_and_map_location_is_the_cure(
+    monkeypatch, tmp_path
+):
+    path = file_from("cuda:1", tmp_path / "from_gpu.pt")
+    words = {0: "object on a CUDA device but torch.cuda.is_available() is False"}
+    words[1] = "object on CUDA device 1 but torch.cuda.device_count() is 1."
+    for gpus, said in words.items():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(RuntimeError, match=re.escape(f"Attempting to deserialize {said}")):
+            torch.load(path)
+        with pytest.raises(RuntimeError, match="Attempting to deserialize"):
+            torch.load(path, map_location={"cuda:0": "cpu"})  # a dict maps only what it names
+        for form in ("cpu", CPU, {"cuda:1": "cpu"}, lambda storage, location: storage):
+            weight = torch.load(path, map_location=form)["weight"]
+            assert weight.device == CPU and torch.equal(weight, torch.ones(1000))
+
+
+@pytest.mark.claim("A15", "B7")
+def test_every_rank_would_load_to_the_device_that_the_file_names(tmp_path):
+    path = file_from("cuda:0", tmp_path / "from_gpu.pt")
+
+    def bytes_asked_for(rank, world_size):
+        asked = []
+        torch.load(path, map_location=lambda one, tag: asked.append((tag, one.nbytes())) or one)
+        return asked
+
+    assert run(bytes_asked_for, 4) == [[("cuda:0", 4000)]] * 4  # 16,000 bytes on one device
+
+
+@pytest.mark.claim("A8")
+def test_state_dict_of_the_wrapper_does_not_fit_a_plain_model():
+    def keys(rank, world_size):
+        replica = nn.parallel.DistributedDataParallel(nn.Linear(5, 2))
+        nn.Linear(5, 2).load_state_dict(replica.module.state_dict())
+        with pytest.raises(RuntimeError, match=r'Unexpected key.* "module.weight", "module.bias"'):
+            nn.Linear(5, 2).load_state_dict(replica.state_dict())
+        return list(replica.state_dict())
+
+    assert run(keys, 1) == [["module.weight", "module.bias"]]
+
+
+def step_of(model, batch):
+    model(batch).pow(2).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.claim("A16")
+def test_moving_a_module_moves_the_live_model():
+    """From the CPU to `meta`, a device without data, since there may be no GPU to come from."""
+    model, batch = nn.Linear(5, 2), torch.ones(3, 5)
+    copies = {key: tensor.to("meta") for key, tensor in model.state_dict().items()}
+    assert {tensor.device.type for tensor in copies.values()} == {"meta"}
+    step_of(model, batch)  # the live model is where it was
+    assert model.to("meta") is model and model.weight.device.type == "meta"
+    with pytest.raises(RuntimeError, match=r"not on the expected device|same device"):
+        step_of(model, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.claim("A15", "A16")
+def test_on_a_gpu_the_article_s_cure_moves_the_live_model(tmp_path):
+    model, path = nn.Linear(5, 2).cuda(), tmp_path / "step_00000001.pt"
+    lesson.save({"model": model.state_dict()}, path)
+    before = torch.cuda.memory_allocated()
+    state, _ = lesson.load(path)
+    assert torch.cuda.memory_allocated() == before
+    assert {tensor.device.type for tensor in state["model"].values()} == {"cpu"}
+    step_of(model, torch.ones(3, 5).cuda())
+    model.cpu().state_dict()
+    with pytest.raises(RuntimeError):
+        step_of(model, torch.ones(3, 5).cuda())
+
+
+class Payload:
+    """Would make a folder when it is loaded: harmless, but it shows that code has run."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path, capsys):
+    lesson.save({"now": 5}, tmp_path / "step_00000005.pt")
+    lesson.save({"now": Payload(tmp_path / "proof")}, tmp_path / "step_00000006.pt")
+    (tmp_path / "step_00000007.pt").symlink_to("/dev/zero")  # neither is a file
+    os.mkfifo(tmp_path / "step_00000008.pt")
+    assert lesson.choose(tmp_path)[0] == "step_00000005.pt" and not (tmp_path / "proof").exists()
+    assert capsys.readouterr().err.startswith("step_00000006.pt can't be used: UnpicklingError")
+    torch.load(tmp_path / "step_00000006.pt", weights_only=False)
+    assert (tmp_path / "proof").exists()  # so the payload is one
+
+
+@pytest.mark.claim("B7")
+def test_generators_go_on_where_they_were(tmp_path):
+    def draw():
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    draw(), np.random.standard_normal()  # NumPy keeps a second number of a pair
+    lesson.save(lesson.random_states(), tmp_path / "states")
+    first = *draw(), np.random.standard_normal()
+    iter(torch.utils.data.DataLoader([1, 2, 3]))  # draws a seed for its workers, unseen
+    assert draw() != first[:3]
+    lesson.set_random_states(lesson.load(tmp_path / "states")[0])
+    assert (*draw(), np.random.standard_normal()) == first
+
+
+def full_disk(rank, world_size, folder):
+    path = Path(folder, "step_00000001.pt")
+    lesson.save({"weights": torch.ones(10)}, path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError) as error:  # of torch; the system's own is its context
+        lesson.save({"weights": torch.ones(10_000)}, path)
+    return type(error.value.__context__), len(lesson.load(path)[0]["weights"])
+
+
+def test_a_full_disk_is_an_error_and_the_old_checkpoint_is_whole(tmp_path):
+    assert run(full_disk, 1, str(tmp_path)) == [(OSError, 10)]
+
+
+# --- The script ---
+
+
+def verdicts_in(rank, world_size, folder, *jobs):
+    """Run the script's main for each of `jobs`, its flags; return [(passed, claim)]."""
+    source = Path(lesson.__file__).read_text()
+    flags = ["--checkpoints", folder]
+    return [verdict(rank, world_size, source, [*own, *flags], 1) for own in jobs]
+
+
+def test_a_job_goes_on_in_its_folder_also_with_another_number_of_ranks(tmp_path):
+    """2, 3 and again 3 ranks: the last two are the same, but the model is not that of 3 ranks."""
+    for nproc, steps in ((2, "4"), (2, "6"), (3, "8"), (3, "10")):
+        ((passed, claim),) = run(verdicts_in, nproc, str(tmp_path), ["--steps", steps])[0]
+        assert passed and f"of {steps} steps" in claim
+        assert ("by 0.0 from" in claim) == (nproc == 2)
+    job = lesson.read_job(tmp_path)
+    assert job == {"seed": 0, "batch_size": 30, "ranks": ["2 ranks on cpu", "3 ranks on cpu"]}
+
+
+def bad_folder(folder, kind):
+    """Put into the folder what this kind of mistake needs; return the words that name it."""
+    if kind == "another program's":
+        lesson.save({"weights": 1}, folder / "step_00000002.pt")
+    elif kind != "can't write":
+        lesson.save(
+            {"now": 2},
+            folder / ("step_00000012.pt" if kind == "at step 12" else "step_00000002.pt"),
+        )
+        seed = 1 if kind == "seed 1" else 0
+        text = f'{{"seed": {seed}, "batch_size": 30, "ranks": []}}'
+        (folder / "job.json").write_text(text[: 5 if kind == "can't be read" else None])
+    return kind
+
+
+@pytest.mark.parametrize(
+    "kind", ["another program's", "can't write", "at step 12", "seed 1", "can't be read"]
+)
+def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, kind):
+    words, folder = bad_folder(tmp_path, kind), tmp_path
+    folder = tmp_path / "missing" if kind == "can't write" else tmp_path
+    with pytest.raises(SystemExit) as stop:
+        lesson.parse_args(["--checkpoints", str(folder)])
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and words in stderr and len(stderr.splitlines()) == 1
+
+
+def terminated(rank, world_size, folder):
+    tempfile.tempdir = folder
+    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        verdict(rank, world_size, Path(lesson.__file__).read_text(), ["--steps", "100000"], 1)
+    except SystemExit as stop:
+        return stop.code, os.listdir(folder)
+
+
+def test_a_terminated_rank_leaves_no_folder(tmp_path):
+    """A launcher sends SIGTERM to the ranks that are left when one has died."""
+    assert run(terminated, 1, str(tmp_path)) == [(143, [])]
+
+
+def killed_at_random(rank, world_size, folder, delay):
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    lesson.run_job(lesson.parse_args([]), 10**6, CPU, folder)
+
+
+def go_on(rank, world_size, folder, more):
+    args = lesson.parse_args([])
+    begun = lesson.where(folder)["step"]
+    resumed, _ = lesson.run_job(args, begun + more, CPU, folder)
+    whole, _ = lesson.run_job(args, begun + more, CPU)
+    pairs = zip(whole[begun:], resumed, strict=True)
+    return all(torch.equal(one, other) for (_, one), (_, other) in pairs), begun
+
+
+@pytest.mark.slow
+@pytest.mark.claim("A17", "B7")
+@pytest.mark.parametrize("nproc", (1, 2, 3, 4))
+def test_thirty_kills_and_still_the_same_bits(tmp_path, nproc):
+    chance = random.Random(nproc)
+    for _ in range(30):
+        with pytest.raises(RankFailed, match=r"SIGKILL|Connection"):
+            run(killed_at_random, nproc, str(tmp_path), 0.05 + 0.3 * chance.random())
+    ends = run(go_on, nproc, str(tmp_path), 5)
+    assert [equal for equal, _ in ends] == [True] * nproc
+    assert ends[0][1] > 30
