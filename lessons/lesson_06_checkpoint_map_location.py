@@ -111,12 +111,12 @@ def load_together(folder):
     try:
         state = load_chosen(folder, *choice)
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"checkpoints in {folder}: {error}"
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)  # so all ranks know, and none goes on alone
     for rank, problem in enumerate(problems):
         if problem is not None:
-            sys.exit(f"rank {rank}: checkpoints in {folder}: {problem}")
+            sys.exit(f"rank {rank}: {problem}")
     return state
 
 
@@ -268,11 +268,16 @@ def numbers_of(parts):
     return torch.cat([part.detach().flatten().cpu() for part in parts])
 
 
+def start_anew(seed):
+    """Seed all generators, as a script does at its start."""
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(seed)
+
+
 def run_job(args, steps, device, folder=None):
     """Train the toy as a new process would; return what this rank has seen, step by step."""
     rank, seen, sizes = dist.get_rank(), [], []
-    for start_anew in (random.seed, np.random.seed, torch.manual_seed):
-        start_anew((args.seed + rank) % 2**32)
+    start_anew((args.seed + rank) % 2**32)  # each rank draws its own numbers
     rows, targets, layer = make_toy(args.seed)
     model, data = nn.Sequential(nn.Dropout(0.2), layer), Watched(rows, targets)
     model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))

@@ -25,69 +25,47 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
 
-BREAKS = {
-    "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"', (2,)),
-    "the momentum is left out": ('"optimizer": optimizer, ', "", (2,)),
-    "the schedule is left out": (', "schedule": schedule}', "}", (2,)),
+CHOICE = """    if dist.get_rank() == 0:
+        choice = choose(folder)
+    dist.broadcast_object_list(choice)
+"""
+ALONE = "problems[dist.get_rank()] = problem"
+WRITE = """        torch.save(state, file)  # from Python to the operating system
+        os.fsync(file.fileno())  # and to the disk, before the name is there
+    os.replace(unfinished, path)"""
+NAME_FIRST = """        os.replace(unfinished, path)
+        torch.save(state, file)
+        os.fsync(file.fileno())"""
+ON_TWO_RANKS = {  # the same mistake on any number of ranks
+    "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
+    "the momentum is left out": ('"optimizer": optimizer, ', ""),
+    "the schedule is left out": (', "schedule": schedule}', "}"),
+    "the epoch is lost": ('now = saved["now"]', 'now = saved["now"] | {"epoch": 0}'),
+    "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
+    "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
+    "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
+    "no name of its own": ('path.with_suffix(".unfinished")', "path"),
+    "the name before the data": (WRITE, NAME_FIRST),
+    "no fsync of the file": ("os.fsync(file.fileno())", "pass"),
+    "no fsync of the folder": ("os.fsync(folder)", "pass"),
+    "the old file is removed first": ("os.replace(", "path.unlink(True); os.replace("),
+    "only one is kept": ("keep=2", "keep=1"),
+    "no map_location": ('map_location="cpu", ', ""),
+    "checksums are not compared": ("zipfile.ZipFile(file).testzip()", "False"),
+    "the latest, damaged or not": ("for path in found:", "for path in found[:1]:"),
+    "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt'),
+}
+BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
     "the position is lost": ('now = saved["now"]', "pass"),
-    "the epoch is lost": ('now = saved["now"]', 'now = saved["now"] | {"epoch": 0}', (2,)),
-    "the rows are lost": ('now = saved["now"]', 'now = saved["now"] | {"rows": 0}', (2,)),
-    "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass", (2,)),
-    "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass", (2,)),
-    "Python's random state is lost": ('random.setstate(states["random"])', "pass", (2,)),
     "rank 0's random states for all": ('saved["random"][rank]', 'saved["random"][0]'),
-    "random states before the last draw": (
-        'set_random_states(saved["random"][rank])  #',
-        'set_random_states(saved["random"][rank]); torch.rand(1)  #',
-        (2,),
-    ),
     "no set_epoch": ("sampler.set_epoch(now", "(lambda _: None)(now"),
     "one seed of the sampler for each rank": ("seed=seed)", "seed=seed + rank)"),
     "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (4,)),
-    "no name of its own while it writes": ('path.with_suffix(".unfinished")', "path", (2,)),
-    "the name before the data": (
-        "        torch.save(state, file)  # from Python to the operating system\n"
-        "        os.fsync(file.fileno())  # and to the disk, before the name is there\n"
-        "    os.replace(unfinished, path)",
-        "        os.replace(unfinished, path)\n"
-        "        torch.save(state, file)\n"
-        "        os.fsync(file.fileno())",
-        (2,),
-    ),
-    "no fsync of the file": ("os.fsync(file.fileno())", "pass", (2,)),
-    "no fsync of the folder": ("os.fsync(folder)", "pass", (2,)),
-    "the old file is removed first": (
-        "    os.replace(unfinished, path)",
-        "    path.unlink(missing_ok=True)\n    os.replace(unfinished, path)",
-        (2,),
-    ),
-    "every rank writes the same name": (
-        "    if dist.get_rank() == 0:\n        state = {name",
-        "    if True:\n        state = {name",
-    ),
+    "every rank writes": ("0:\n        state = {name", "0 or True:\n        state = {name"),
     "nobody waits for the file": ("dist.barrier()  # nobody goes on before", "pass  #"),
-    "only one is kept": ("keep=2", "keep=1", (2,)),
-    "all are kept": ("older[:-keep]", "[]", (2,)),
-    "each rank loads what it finds": (
-        "    if dist.get_rank() == 0:\n"
-        "        choice = choose(folder)\n"
-        "    dist.broadcast_object_list(choice)\n",
-        "    choice = choose(folder)\n",
-    ),
+    "each rank loads what it finds": (CHOICE, "    choice = choose(folder)\n"),
     "other bytes under the same name": ("own != digest", "False"),
-    "a rank that sees none starts anew": (
-        "if name not in here:",
-        "if not here:\n        return None\n    if name not in here:",
-        (2,),
-    ),
-    "only the rank that fails leaves": (
-        "dist.all_gather_object(problems, problem)",
-        "problems[dist.get_rank()] = problem",
-    ),
-    "no map_location": ('map_location="cpu", ', "", (2,)),
-    "checksums are not compared": ("zipfile.ZipFile(file).testzip()", "False", (2,)),
-    "the latest, damaged or not": ("for path in found:", "for path in found[:1]:", (2,)),
-    "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt', (2,)),
+    "only the rank that fails leaves": ("dist.all_gather_object(problems, problem)", ALONE),
 }
 
 
@@ -113,10 +91,9 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     numbers, ends = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)), []
     data, folder = TensorDataset(numbers, numbers.sum(1, keepdim=True)), sys.argv[1]
-    for steps, where in ((7, folder), (40, folder), (40, None)):
+    for steps, where in ((5, folder), (12, folder), (12, None)):
         torch.manual_seed(dist.get_rank())
-        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.1), nn.Linear(8, 1)).double()
-        model.float()
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.1), nn.Linear(8, 1))
         train(model, data, steps, 20, torch.device("cpu"), where)
         ends.append(nn.utils.parameters_to_vector(model.parameters()))
     if dist.get_rank() == 0:
@@ -131,7 +108,7 @@ def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
     (tmp_path / "folder").mkdir()
     (code, stdout), other = run_warm(tmp_path / "own.py", 2, tmp_path / "folder")
     assert (code, other) == (0, (0, ""))
-    assert stdout == "True ['step_00000039.pt', 'step_00000040.pt']\n"
+    assert stdout == "True ['step_00000011.pt', 'step_00000012.pt']\n"
 
 
 # --- What was saved on another device, or from another program ---
@@ -271,44 +248,39 @@ def test_a_full_disk_is_an_error_and_the_old_checkpoint_is_whole(tmp_path):
 # --- The script ---
 
 
-def verdicts_in(rank, world_size, folder, *jobs):
-    """Run the script's main for each of `jobs`, its flags; return [(passed, claim)]."""
-    source = Path(lesson.__file__).read_text()
-    flags = ["--checkpoints", folder]
-    return [verdict(rank, world_size, source, [*own, *flags], 1) for own in jobs]
+def verdicts_in(rank, world_size, folder, steps):
+    """Run the script's main for each number of steps in a folder; return [(passed, claim)]."""
+    source, flags = Path(lesson.__file__).read_text(), ("--checkpoints", folder, "--steps")
+    return [verdict(rank, world_size, source, [*flags, last], 1) for last in steps]
 
 
 def test_a_job_goes_on_in_its_folder_also_with_another_number_of_ranks(tmp_path):
     """2, 3 and again 3 ranks: the last two are the same, but the model is not that of 3 ranks."""
-    for nproc, steps in ((2, "4"), (2, "6"), (3, "8"), (3, "10")):
-        ((passed, claim),) = run(verdicts_in, nproc, str(tmp_path), ["--steps", steps])[0]
-        assert passed and f"of {steps} steps" in claim
-        assert ("by 0.0 from" in claim) == (nproc == 2)
+    for nproc, steps in ((2, ("4", "6")), (3, ("8", "10"))):
+        for passed, claim in run(verdicts_in, nproc, str(tmp_path), steps)[0]:
+            assert passed and ("by 0.0 from" in claim) == (nproc == 2)
     job = lesson.read_job(tmp_path)
     assert job == {"seed": 0, "batch_size": 30, "ranks": ["2 ranks on cpu", "3 ranks on cpu"]}
 
 
-def bad_folder(folder, kind):
-    """Put into the folder what this kind of mistake needs; return the words that name it."""
-    if kind == "another program's":
-        lesson.save({"weights": 1}, folder / "step_00000002.pt")
-    elif kind != "can't write":
-        lesson.save(
-            {"now": 2},
-            folder / ("step_00000012.pt" if kind == "at step 12" else "step_00000002.pt"),
-        )
-        seed = 1 if kind == "seed 1" else 0
-        text = f'{{"seed": {seed}, "batch_size": 30, "ranks": []}}'
-        (folder / "job.json").write_text(text[: 5 if kind == "can't be read" else None])
-    return kind
+JOB = '{"seed": 0, "batch_size": 30, "ranks": []}'
+FOLDERS = {  # words of the complaint: the step that is there, and job.json
+    "can't write in": None,
+    "these files are another program's": (2, ""),
+    "and is at step 12": (12, JOB),
+    "has seed 1": (2, JOB.replace("0", "1", 1)),
+    "job.json in": (2, JOB[:9]),
+}
 
 
-@pytest.mark.parametrize(
-    "kind", ["another program's", "can't write", "at step 12", "seed 1", "can't be read"]
-)
-def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, kind):
-    words, folder = bad_folder(tmp_path, kind), tmp_path
-    folder = tmp_path / "missing" if kind == "can't write" else tmp_path
+@pytest.mark.parametrize("words", FOLDERS)
+def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, words):
+    folder, made = tmp_path / "folder", FOLDERS[words]
+    if made is not None:
+        folder.mkdir()
+        lesson.save({"now": 2}, folder / f"step_{made[0]:08}.pt")
+        if made[1]:
+            (folder / "job.json").write_text(made[1])
     with pytest.raises(SystemExit) as stop:
         lesson.parse_args(["--checkpoints", str(folder)])
     stderr = capsys.readouterr().err
