@@ -216,10 +216,10 @@ class Watched(TensorDataset):
 
 
 class Disk:
-    """Notes what a rank sends to the disk: ("sync", file, its bytes), ("rename", file, name)."""
+    """Notes what a rank sends to the disk: ("sync", file, bytes), ("rename", file, bytes, name)."""
 
     def __init__(self, seconds=0.0):
-        self.notes, self.sizes = [], {}
+        self.notes, self.strays = [], 0
         self.seconds = seconds  # how slow a rename is
 
     def __enter__(self):
@@ -237,30 +237,30 @@ class Disk:
 
     def rename(self, old, new):
         time.sleep(self.seconds)
+        self.strays += Path(old).parent != Path(new).parent
         if dist.get_rank() > 0:  # it has written: a mistake, which is noted, and not put in place
-            self.notes.append(("rename", None, Path(new).name))
+            self.notes.append(("rename", None, 0, Path(new).name))
             return
         facts = os.stat(old)
-        self.notes.append(("rename", facts.st_ino, Path(new).name))
-        self.sizes[facts.st_ino] = facts.st_size
+        self.notes.append(("rename", facts.st_ino, facts.st_size, Path(new).name))
         self.real[1](old, new)
 
     def wrong(self, folder):
         """Return what a power cut could destroy, or None; rank 0 has written into `folder`."""
         home = os.stat(folder).st_ino
-        for number, (what, file, name) in enumerate(self.notes):
+        if self.strays:
+            return "a file was written in another folder, which may be on another disk"
+        for number, (what, *file, name) in enumerate(self.notes):
             if what == "rename":
-                before, after = self.notes[:number][-1:], self.notes[number + 1 :][:1]
-                if before != [("sync", file, self.sizes[file])]:
+                if self.notes[max(0, number - 1)] != ("sync", *file):
                     return f"{name} could be there before its data"
-                if [note[:2] for note in after] != [("sync", home)]:
+                if [note[:2] for note in self.notes[number + 1 :][:1]] != [("sync", home)]:
                     return f"nobody has sent the name {name} to the disk"
         return None
 
     def written(self):
-        """Return {name: bytes}: what was on the disk of each file when it got its name."""
-        sizes = {note[1]: note[2] for note in self.notes if note[0] == "sync"}
-        return {note[2]: sizes.get(note[1], 0) for note in self.notes if note[0] == "rename"}
+        """Return {name: bytes} of the files that got their names."""
+        return {note[3]: note[2] for note in self.notes if note[0] == "rename"}
 
 
 def numbers_of(parts):
@@ -497,10 +497,10 @@ def observe(args, device, folder):
     facts["off"] = (resumed[-1][1][:12] - whole[-1][1][:12]).abs().max().item()
     facts["written"] = [disk.written() for _, disk in jobs]
     wrong = [disk.wrong(folder) for _, disk in jobs if dist.get_rank() == 0]
-    wrong.append(wrong_in_files(folder, facts, new) if dist.get_rank() == 0 else None)
+    wrong.append(wrong_in_files(folder, facts, new, args.steps) if dist.get_rank() == 0 else None)
     if facts["exact"]:
         wrong += compare(from_all_ranks(whole), from_all_ranks(resumed), args, now["step"])
-    wrong.append(wrong_in_training(args, whole[-1][1], resumed[-1][1]))
+    wrong.append(wrong_in_training(args, whole, resumed))
     return facts, wrong
 
 
@@ -522,12 +522,12 @@ def compare(whole, resumed, args, begun):
     return [*wrong[:1], wrong_in_rows(batches, 100, args.batch_size)]
 
 
-def wrong_in_files(folder, facts, new):
+def wrong_in_files(folder, facts, new, steps):
     """Return what is wrong with the files that rank 0 has left, or None."""
     names = [name for of_job in facts["written"] for name in of_job]
     found = checkpoints(folder)
-    if new and [path.name for path in found] != names[-2:]:
-        return f"the folder has {len(found)} files, and not the last two of {len(names)}"
+    if new and ([path.name for path in found] != names[-2:] or len(names) != steps):
+        return f"{len(names)} of {steps} steps were saved; {len(found)} files are left of 2 wanted"
     try:
         keys = list(load(found[-1])[0].get("model", []))
     except Exception as error:
@@ -538,14 +538,16 @@ def wrong_in_files(folder, facts, new):
 
 
 def wrong_in_training(args, whole, resumed):
-    """Return what is wrong with the last parameters of this rank, or None."""
+    """Return what is wrong with how this rank has learned, or None."""
     rows, targets, layer = make_toy(args.seed)
     losses = [nn.functional.mse_loss(layer(rows), targets).item()]
-    for numbers in (whole, resumed):
+    for _, numbers in (whole[-1], resumed[-1]):
         nn.utils.vector_to_parameters(numbers[:12], layer.parameters())
         losses.append(nn.functional.mse_loss(layer(rows), targets).item())
-    fine = all(loss < losses[0] for loss in losses[1:])
-    return None if fine else f"the loss has not fallen: {losses}"
+    if not all(loss < losses[0] for loss in losses[1:]):
+        return f"the loss has not fallen: {losses}"
+    rates = [numbers[-1].item() for _, numbers in whole[:-1]]
+    return None if args.steps < 4 or rates[-1] < rates[0] else "the learning rate has not fallen"
 
 
 def try_and_observe(args, device, folder, another):
@@ -555,6 +557,10 @@ def try_and_observe(args, device, folder, another):
         facts, more = observe(args, device, folder)
     except OSError as error:
         raise RuntimeError(f"checkpoints in {folder}: {error}") from error
+    except SystemExit as stop:  # of load_together: on all ranks, or on none
+        if stop.code == 143:
+            raise
+        return None, [str(stop)]
     everyone = from_all_ranks((facts, [problem for problem in wrong + more if problem]))
     for rank, (of_rank, _) in enumerate(everyone):
         names = list(chain(*of_rank["written"]))
@@ -583,10 +589,9 @@ def main(args):
     rank, world_size, device = join_group()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as another:
         folder, another = from_all_ranks((args.checkpoints or folder, another))[0]
-        try:
-            facts, wrong = try_and_observe(args, device, folder, another)
-        except SystemExit as stop:  # on all ranks, or on none
-            return False, str(stop), {}
+        facts, wrong = try_and_observe(args, device, folder, another)
+        if facts is None:
+            return False, wrong[0], {}
         kept = len(checkpoints(folder))
         dist.barrier()  # nobody removes a folder that another still looks into
     result = {"lesson": 6, "world_size": world_size, "backend": dist.get_backend()}

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import tempfile
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import cloudpickle
 import lesson_06_checkpoint_map_location as lesson
-import numpy as np
 import pytest
 import torch
 from breaks import check_breaks, verdict
@@ -40,11 +38,13 @@ ON_TWO_RANKS = {  # the same mistake on any number of ranks
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
     "the momentum is left out": ('"optimizer": optimizer, ', ""),
     "the schedule is left out": (', "schedule": schedule}', "}"),
+    "no schedule": ("        schedule.step()\n", ""),
     "the epoch is lost": ('now = saved["now"]', 'now = saved["now"] | {"epoch": 0}'),
     "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
     "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
     "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
     "no name of its own": ('path.with_suffix(".unfinished")', "path"),
+    "another folder": ('path.with_suffix(".unfinished")', 'Path(tempfile.mkdtemp(), "new")'),
     "the name before the data": (WRITE, NAME_FIRST),
     "no fsync of the file": ("os.fsync(file.fileno())", "pass"),
     "no fsync of the folder": ("os.fsync(folder)", "pass"),
@@ -60,7 +60,7 @@ BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
     "rank 0's random states for all": ('saved["random"][rank]', 'saved["random"][0]'),
     "no set_epoch": ("sampler.set_epoch(now", "(lambda _: None)(now"),
     "one seed of the sampler for each rank": ("seed=seed)", "seed=seed + rank)"),
-    "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (4,)),
+    "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (3,)),
     "every rank writes": ("0:\n        state = {name", "0 or True:\n        state = {name"),
     "nobody waits for the file": ("dist.barrier()  # nobody goes on before", "pass  #"),
     "each rank loads what it finds": (CHOICE, "    choice = choose(folder)\n"),
@@ -69,9 +69,9 @@ BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
 }
 
 
-@pytest.mark.parametrize("nproc", (2, 3, 4))
+@pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
-    check_breaks(6, BREAKS, nproc, "--seed", 1)  # a seed with which 4 ranks show the last bit
+    check_breaks(6, BREAKS, nproc, "--seed", 1, "--batch-size", 60)  # 3 ranks show the last bit
 
 
 @pytest.mark.claim("A17", "B7")
@@ -218,31 +218,11 @@ def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path, capsys)
     assert (tmp_path / "proof").exists()  # so the payload is one
 
 
-@pytest.mark.claim("B7")
-def test_generators_go_on_where_they_were(tmp_path):
-    def draw():
-        return torch.rand(1).item(), random.random(), np.random.rand()
-
-    draw(), np.random.standard_normal()  # NumPy keeps a second number of a pair
-    lesson.save(lesson.random_states(), tmp_path / "states")
-    first = *draw(), np.random.standard_normal()
-    iter(torch.utils.data.DataLoader([1, 2, 3]))  # draws a seed for its workers, unseen
-    assert draw() != first[:3]
-    lesson.set_random_states(lesson.load(tmp_path / "states")[0])
-    assert (*draw(), np.random.standard_normal()) == first
-
-
-def full_disk(rank, world_size, folder):
-    path = Path(folder, "step_00000001.pt")
-    lesson.save({"weights": torch.ones(10)}, path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
-    with pytest.raises(RuntimeError) as error:  # of torch; the system's own is its context
-        lesson.save({"weights": torch.ones(10_000)}, path)
-    return type(error.value.__context__), len(lesson.load(path)[0]["weights"])
-
-
-def test_a_full_disk_is_an_error_and_the_old_checkpoint_is_whole(tmp_path):
-    assert run(full_disk, 1, str(tmp_path)) == [(OSError, 10)]
+def test_making_an_iterator_draws_from_the_generator():
+    """So a script that sets its random states before that does not go on where it stopped."""
+    before = torch.get_rng_state()
+    iter(torch.utils.data.DataLoader([1, 2, 3]))
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 # --- The script ---
