@@ -9,7 +9,7 @@ Kill it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and agai
 Output to expect on a CPU:
 
     ranks: 2, over gloo on cpu; checkpoints kept: 2
-    a save was killed at 10 moments: each time the old file was left, or the new one, whole
+    a save was killed at 11 moments: each time the old file was left, or the new one, whole
     resumed from step 5, 30 rows into epoch 1
     PASS the parameters of 2 ranks differ by 0.0 from those of 12 steps without a stop
 """
@@ -339,7 +339,7 @@ def from_all_ranks(value):
 
 
 def killed_saves():
-    """Kill a save at each of its lines, and in the middle of its write; return (kills, problem).
+    """Kill a save in its write, at each of its lines, at its rename; return (kills, problem).
 
     Before this process joins a group: a fork has none of the threads that others have begun.
     """
@@ -365,16 +365,21 @@ def killed_saves():
 
 
 def save_and_die(folder, moment):
-    """Save; be killed in the write (moment 0), or before the line of this number. Never returns."""
-    lines = 0
+    """Save; be killed in the write (moment 0), or before a line, rename or removal. No return."""
+    moments = 0
+
+    def begin(event, _=None):
+        nonlocal moments
+        counts = event in ("line", "os.rename", "os.remove")
+        moments += counts
+        if counts and moments == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def trace(frame, event, _):
-        nonlocal lines
-        if frame.f_code.co_filename != save.__code__.co_filename:
+        ours = frame.f_code.co_filename == save.__code__.co_filename
+        if not ours or frame.f_code is begin.__code__:
             return None
-        lines += event == "line"
-        if lines == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+        begin(event)
         return trace
 
     if moment == 0:  # the kernel kills who writes more than 10,000 bytes, and Python lets it
@@ -382,6 +387,7 @@ def save_and_die(folder, moment):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     else:
+        sys.addaudithook(begin)  # Python calls it before it renames or removes
         sys.settrace(trace)
     try:
         save({"step": 3, "weights": torch.ones(5000)}, folder / "step_00000002.pt")
