@@ -1,9 +1,6 @@
 """Lesson 06: what must be saved so that a killed job goes on as if nothing had happened?
 
-After every step rank 0 writes a checkpoint: the model, the momentum, the learning-rate
-schedule, the position in the epoch, and the random state of every rank, which each rank
-sends to rank 0 (5,056 bytes on a CPU). The others wait until the file is on the disk.
-To go on, rank 0 chooses a file, and a rank that sees other bytes in its place ends the run.
+After each step rank 0 writes all that the job needs to go on, and the other ranks wait for it.
 A job that was stopped must end with the same bits as a job that was not.
 
 Run it:  bash scripts/lesson_06.sh --nproc 2
@@ -12,341 +9,701 @@ Kill it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and agai
 Output to expect on a CPU:
 
     ranks: 2, over gloo on cpu; checkpoints kept: 2
+    a save was killed at 11 moments: each time the old file was left, or the new one, whole
     resumed from step 5, 30 rows into epoch 1
     PASS the parameters of 2 ranks differ by 0.0 from those of 12 steps without a stop
 """
 
 import argparse
-import errno
-import fcntl
 import hashlib
 import io
 import json
+import math
 import os
-import re
+import random
+import resource
 import signal
 import sys
 import tempfile
+import time
 import zipfile
+from collections import Counter
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DistributedSampler, TensorDataset, default_collate
+
+# --- The technique ---
 
 
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
-
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
-
-    def exit(self, status=0, message=""):
-        if len(message) > 300:  # it repeats a long value
-            message = f"{message[:200]} ... {message[-50:]}"
-        super().exit(status, message)
+def save(state, path):
+    """Write `state` to `path`, a Path; killed at any moment, it leaves the old file or the new."""
+    unfinished = path.with_suffix(".unfinished")  # in the same folder: a rename stays on one disk
+    with open(unfinished, "wb") as file:  # no checkpoint has this name: nobody will load it
+        torch.save(state, file)  # from Python to the operating system
+        os.fsync(file.fileno())  # and to the disk, before the name is there
+    os.replace(unfinished, path)  # in one step: the name has all its data, or is not there
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the name is an entry of the folder: to the disk with it
+    os.close(folder)
 
 
-def setup(backend=None, store=None):
-    """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
-
-    The launcher's variables say who we are; without them we are a world of one, no address needed.
-    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
-    """
-    import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            rank, world_size, store = 0, 1, dist.HashStore()
-        backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
-        place = {"rank": rank, "world_size": world_size, "store": store}
-        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
-    if dist.get_backend() != "nccl":
-        return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local_rank)
-
-
-# --- New in this lesson ---
-
-
-def on_cpu(item):
-    """Return nested dicts and lists, each tensor on the CPU; the live ones stay (A15, A16)."""
-    if isinstance(item, dict):
-        return {key: on_cpu(value) for key, value in item.items()}
-    if isinstance(item, list):
-        return [on_cpu(value) for value in item]
-    return item.cpu() if isinstance(item, torch.Tensor) else item
-
-
-UNFINISHED = "lesson_06_unfinished.tmp"  # a name that nobody else uses: we remove this file
-
-
-def checkpoints(folder):
-    """Return the paths in `folder` that are named step_XXXXXXXX.pt, the oldest first.
-
-    No other file is ours: neither step_00000003_best.pt nor step_0.md is ever read or removed.
-    """
-    names = [name for name in os.listdir(folder) if re.fullmatch(r"step_[0-9]{8}\.pt", name)]
-    return [Path(folder, name) for name in sorted(names)]
-
-
-def save_atomically(state, folder, step, keep=2):
-    """Write `state` to folder/step_XXXXXXXX.pt, keep the latest `keep`; return the bytes (A17).
-
-    Killed at any moment, or on a full or read-only disk (OSError), it leaves the old files whole.
-    """
-    buffer = io.BytesIO()  # torch.save on a full disk raises "unexpected pos"; a write says why
-    torch.save(state, buffer)
-    target, unfinished = Path(folder, f"step_{step:08}.pt"), Path(folder, UNFINISHED)
-    if target.exists() and not target.is_file():
-        raise FileExistsError(errno.EEXIST, "it is not a file, and not replaced", target.name)
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)  # two jobs in one folder take turns; freed when we end
-    try:
-        unfinished.unlink(missing_ok=True)  # that of a job that was killed
-        with open(unfinished, "xb") as file:  # not the name of a checkpoint: nobody will load it
-            file.write(buffer.getbuffer())
-            file.flush()  # from Python to the operating system
-            os.fsync(file.fileno())  # and to the disk: else the name could be there before the data
-        os.replace(unfinished, target)  # in one step: the name has its data, or is not there
-        os.fsync(handle)  # the name is an entry of the folder: to the disk with it
-    finally:
-        unfinished.unlink(missing_ok=True)  # after an error: give the space back
-        os.close(handle)
-    files = [path for path in checkpoints(folder) if path.is_file()]
-    for old in [path for path in files if path <= target][:-keep]:
-        old.unlink(missing_ok=True)  # last of all: only now is there something newer
-    return buffer.tell()
-
-
-def load(path, part=None):
-    """Return the checkpoint in this file, on the CPU (A15); an error of some kind if it is damaged.
-
-    With `part`, a checkpoint that has no such part is another program's, and is not used either.
-    """
-    if not path.is_file():  # to open a FIFO would be to wait for its writer
-        raise ValueError("it is not a file")
+def load(path):
+    """Return the checkpoint in this file, on the CPU, and its digest; an error if it is damaged."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # other bytes, another digest
         if zipfile.ZipFile(file).testzip():  # torch.load does not compare the checksums
             raise ValueError("a checksum is wrong")
         file.seek(0)
-        # map_location: else all ranks load to the one device that the file names, and fill it.
-        # weights_only: tensors and plain containers; a file that carries code is refused.
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    if part is not None and part not in state:
-        raise ValueError("it is another program's")
-    return state | {"name": path.name, "digest": digest}
+        return torch.load(file, map_location="cpu", weights_only=True), digest
 
 
-def load_latest(folder, part=None):
-    """Return the latest intact checkpoint, or None if there is none; OSError if none is intact."""
-    complaints = []  # a line for each newer one that is damaged, or is not ours
-    for path in reversed(checkpoints(folder)):
+def checkpoints(folder):
+    """Return the paths of the checkpoints in `folder`, the oldest first."""
+    return sorted(path for path in Path(folder).glob("step_????????.pt") if path.is_file())
+
+
+def choose(folder):
+    """Return [name, digest] of the latest checkpoint that is whole, or [None, None]: a new start.
+
+    If all are damaged, the latest: its loading will fail. To start anew would in time delete them.
+    """
+    found = checkpoints(folder)[::-1]
+    for path in found:
         try:
-            return load(path, part) | {"complaints": complaints}
-        except Exception as error:  # damage has many forms, and all mean: use the one before
-            complaints.append(f"{path.name} can't be used: {error!r:.80}")
-    if complaints:  # to start anew would in time delete what can perhaps be repaired
-        raise OSError(f"no checkpoint is intact in {folder}: {'; '.join(complaints)}")
+            return [path.name, load(path)[1]]
+        except Exception as error:  # damage has many forms, and all mean: take the one before
+            print(f"{path.name} can't be used: {error!r:.80}", file=sys.stderr)
+    return [found[0].name if found else None, None]
 
 
-def load_the_same(folder, chosen, digest, part):
-    """Return the checkpoint that rank 0 has chosen (None: it sees none); else an error."""
-    names = [path.name for path in checkpoints(folder)]
-    latest = names[-1] if names else "nothing"
-    if chosen is None and names:
-        raise ValueError(f"rank 0 sees nothing, this rank sees {latest}")
-    if chosen is None:
+def load_chosen(folder, name, digest):
+    """Return the checkpoint that rank 0 has chosen; an error if this rank has other bytes."""
+    here = [path.name for path in checkpoints(folder)]
+    if name is None and not here:
         return None
-    if chosen not in names:
-        raise ValueError(f"rank 0 loads {chosen}, this rank sees {latest}")
-    try:
-        saved = load(Path(folder, chosen), part)
-    except Exception as error:
-        raise ValueError(f"{chosen} can't be used: {error!r:.80}") from error
-    if saved["digest"] != digest:
-        raise ValueError(f"{chosen} has other bytes than on rank 0")
-    return saved
+    if name not in here:
+        seen = here[-1] if here else "nothing"
+        raise ValueError(f"rank 0 loads {name or 'nothing'}, this rank sees {seen}")
+    state, own = load(Path(folder, name))
+    if own != digest:
+        raise ValueError(f"{name} has other bytes than on rank 0")
+    return state
 
 
-def load_together(folder, part=None):
-    """Return the checkpoint that rank 0 chooses, on every rank the same bytes, or None.
+def load_together(folder):
+    """Return the checkpoint that rank 0 chooses, on every rank the same bytes; None if none is.
 
     A rank that can't load these bytes ends the run: all ranks leave, with a line that names it.
     """
-    saved, problem, choice = None, None, [None, None]
+    choice, state, problem = [None, None], None, None
     if dist.get_rank() == 0:
-        try:
-            saved = load_latest(folder, part)
-            choice = [saved["name"], saved["digest"]] if saved else choice  # the name has the step
-        except OSError as error:
-            problem = f"checkpoints in {folder}: {error}"
-    dist.broadcast_object_list(choice)  # from rank 0, also if it has failed: the others wait here
-    if dist.get_rank() != 0:
-        try:
-            saved = load_the_same(folder, *choice, part)
-        except (OSError, ValueError) as error:
-            problem = f"checkpoints in {folder}: {error}"
+        choice = choose(folder)
+    dist.broadcast_object_list(choice)
+    try:
+        state = load_chosen(folder, *choice)
+    except Exception as error:
+        problem = f"checkpoints in {folder}: {error}"
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)  # so all ranks know, and none goes on alone
     for rank, problem in enumerate(problems):
         if problem is not None:
             sys.exit(f"rank {rank}: {problem}")
-    return saved
+    return state
 
 
-def save_together(state, folder, generator, device):
-    """Save on rank 0, with every rank's random state; the others wait (A17). Return the bytes."""
-    own = generator.get_state().to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.gather(own, everyone if dist.get_rank() == 0 else None)  # on a CPU 5,056 bytes each
-    state = on_cpu(state | {"random": dict(enumerate(everyone))})
-    written = save_atomically(state, folder, state["step"]) if dist.get_rank() == 0 else 0
+def random_states():
+    """Return the states of all generators of this process; each rank has its own."""
+    name, numbers, *rest = np.random.get_state()
+    states = {"numpy": (name, numbers.tolist(), *rest)}  # torch.load would refuse its array
+    states |= {"random": random.getstate(), "torch": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state_all()}  # [] without a GPU
+
+
+def set_random_states(states):
+    """Let all generators of this process go on from these states."""
+    np.random.set_state(states["numpy"])
+    random.setstate(states["random"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def save_together(folder, parts, now, keep=2):
+    """Save `parts`, where we are `now`, and all random states, on rank 0; the others wait."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(random_states(), everyone)
+    if dist.get_rank() == 0:
+        state = {name: part.state_dict() for name, part in parts.items()}
+        path = Path(folder, f"step_{now['step']:08}.pt")
+        save(state | {"now": now, "random": everyone}, path)
+        older = [other for other in checkpoints(folder) if other <= path]
+        for old in older[:-keep]:
+            old.unlink(missing_ok=True)  # last of all: only now is there something newer
     dist.barrier()  # nobody goes on before the file is on the disk
-    return written
 
 
-def train(rank, world_size, device, steps, batch_size=30, seed=0, folder=None, dropout=0.2):
-    """Train to step `steps`, from the latest file in `folder`; return 12 parameters and facts."""
-    torch.manual_seed(seed)  # the same data and the same first weights on all ranks
-    rows = torch.randn(100, 5)
-    targets = rows @ torch.randn(5, 2) + 0.5 * torch.randn(100, 2)
-    model = nn.Sequential(nn.Dropout(dropout), nn.Linear(5, 2)).to(device)
-    replica = nn.parallel.DistributedDataParallel(model)
-    # After its first backward DDP sorts its bucket, which can change the last bit of gloo's sums.
-    replica(rows[:1].to(device)).sum().backward()  # so every step that counts comes after that
+def train(model, data, steps, batch_size, device, folder=None, seed=0):
+    """Train to step `steps`; with a `folder`, from its latest checkpoint, and save there."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    replica = nn.parallel.DistributedDataParallel(model.to(device))
+    replica(data[0][0][None].to(device)).sum().backward()  # DDP sorts its bucket: before all steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)
-    parts = {"model": replica.module, "optimizer": optimizer, "schedule": schedule}  # A8: module
-    sampler = DistributedSampler(rows, world_size, rank, seed=seed)
-    on_gpu = device.type == "cuda"  # dropout draws from the generator of its device
-    generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
-    now = {"seed": seed, "batch_size": batch_size, "step": 0, "epoch": 0, "rows": 0, "losses": []}
-    saved, written = load_together(folder, "makers") if folder else None, 0
-    if saved:
-        now = {name: saved[name] for name in now}
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    sampler = DistributedSampler(data, seed=seed)
+    now = {"step": 0, "epoch": 0, "rows": 0}  # rows of this epoch that all ranks have used
+    saved = load_together(folder) if folder else None
+    if saved is not None:
+        now = saved["now"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])  # copies from the CPU to the device of the part
-    torch.manual_seed(seed + rank + 1000 * now["step"])  # each rank draws its own dropout
-    by = f"{world_size} ranks on {device.type}"
-    makers = sorted({*(saved["makers"] if saved else ()), by})  # all that have trained this model
-    if saved and saved["by"] == by:  # else the file has no random state for each of us
-        generator.set_state(saved["random"][rank])
+        if len(saved["random"]) == world_size:
+            set_random_states(saved["random"][rank])  # last: nothing may draw after it
     while now["step"] < steps:
         sampler.set_epoch(now["epoch"])  # one order for all; each takes every world_size-th row
         mine = list(sampler)[now["rows"] // world_size :][: batch_size // world_size]
+        rows, targets = default_collate([data[number] for number in mine])
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(replica(rows[mine].to(device)), targets[mine].to(device))
-        loss.backward()
+        nn.functional.mse_loss(replica(rows.to(device)), targets.to(device)).backward()
         optimizer.step()
         schedule.step()
         now |= {"step": now["step"] + 1, "rows": now["rows"] + len(mine) * world_size}
-        now |= {"losses": [*now["losses"], loss.item()]}
         if now["rows"] >= sampler.total_size:
             now |= {"epoch": now["epoch"] + 1, "rows": 0}
         if folder:
-            state = now | {name: part.state_dict() for name, part in parts.items()}
-            state |= {"by": by, "makers": makers}
-            written += save_together(state, folder, generator, device)
-    parameters = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
-    return now | {"saved": saved, "bytes_written": written, "parameters": parameters}
+            save_together(folder, parts, now)
+
+
+# --- The proof ---
+
+
+def make_toy(seed):
+    """Return the article's toy: 100 rows of 5 numbers, targets of width 2, and a layer 5 -> 2.
+
+    The targets are a fixed linear function of the rows, plus noise: there is something to learn.
+    float64: rounding is then so small that it can't hide a mistake.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(100, 5, generator=generator, dtype=torch.float64)
+    targets = rows @ torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    targets += 0.5 * torch.randn(100, 2, generator=generator, dtype=torch.float64)
+    model = nn.Linear(5, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return rows, targets, model
+
+
+class Watched(TensorDataset):
+    """Rows that `random` and NumPy change a little at each look; it notes which were asked for."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.asked = []
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        row, target = super().__getitem__(number)
+        return random.uniform(0.9, 1.1) * row + np.random.normal(scale=0.1), target
+
+
+class Disk:
+    """Notes what a rank sends to the disk: ("sync", file, bytes), ("rename", file, bytes, name)."""
+
+    def __init__(self, seconds=0.0):
+        self.notes, self.strays = [], 0
+        self.seconds = seconds  # how slow a rename is
+
+    def __enter__(self):
+        self.real = os.fsync, os.replace
+        os.fsync, os.replace = self.sync, self.rename
+        return self
+
+    def __exit__(self, *error):
+        os.fsync, os.replace = self.real
+
+    def sync(self, handle):
+        facts = os.fstat(handle)
+        self.notes.append(("sync", facts.st_ino, facts.st_size))
+        self.real[0](handle)
+
+    def rename(self, old, new):
+        time.sleep(self.seconds)
+        self.strays += Path(old).parent != Path(new).parent
+        if dist.get_rank() > 0:  # it has written: a mistake, which is noted, and not put in place
+            self.notes.append(("rename", None, 0, Path(new).name))
+            return
+        facts = os.stat(old)
+        self.notes.append(("rename", facts.st_ino, facts.st_size, Path(new).name))
+        self.real[1](old, new)
+
+    def wrong(self, folder):
+        """Return what a power cut could destroy, or None; rank 0 has written into `folder`."""
+        home = os.stat(folder).st_ino
+        if self.strays:
+            return "a file was written in another folder, which may be on another disk"
+        for number, (what, *file, name) in enumerate(self.notes):
+            if what == "rename":
+                if self.notes[max(0, number - 1)] != ("sync", *file):
+                    return f"{name} could be there before its data"
+                if [note[:2] for note in self.notes[number + 1 :][:1]] != [("sync", home)]:
+                    return f"nobody has sent the name {name} to the disk"
+        return None
+
+    def written(self):
+        """Return {name: bytes} of the files that got their names."""
+        return {note[3]: note[2] for note in self.notes if note[0] == "rename"}
+
+
+def numbers_of(parts):
+    """Return a copy of all numbers of these tensors, one after the other, on the CPU."""
+    return torch.cat([part.detach().flatten().cpu() for part in parts])
+
+
+def start_anew(seed):
+    """Seed all generators, as a script does at its start."""
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(seed)
+
+
+def run_job(args, steps, device, folder=None):
+    """Train the toy as a new process would; return what this rank has seen, step by step."""
+    rank, seen, sizes = dist.get_rank(), [], []
+    start_anew((args.seed + rank) % 2**32)  # each rank draws its own numbers
+    rows, targets, layer = make_toy(args.seed)
+    model, data = nn.Sequential(nn.Dropout(0.2), layer), Watched(rows, targets)
+    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+
+    def after_update(optimizer, *_):
+        group = optimizer.param_groups[0]
+        momentum = [optimizer.state[p]["momentum_buffer"] for p in group["params"]]
+        state = [*model.parameters(), *momentum, torch.tensor([group["lr"]])]
+        seen.append((data.asked[-sizes[-1] :], numbers_of(state)))
+
+    handle = register_optimizer_step_post_hook(after_update)
+    with Disk() as disk:
+        train(model, data, steps, args.batch_size, device, folder, args.seed)
+    handle.remove()
+    draws = torch.rand(1), torch.tensor([random.random()]), torch.tensor([np.random.rand()])
+    seen.append(([], numbers_of([*model.parameters(), *draws])))  # and where the generators are
+    return seen, disk
+
+
+def steps_per_epoch(length, world_size, batch_size):
+    """Return how many steps an epoch has: all ranks get as many rows, in batches of their own."""
+    return math.ceil(math.ceil(length / world_size) / (batch_size // world_size))
+
+
+def wrong_in_rows(batches, length, batch_size):
+    """Return what is wrong with the row numbers of all steps and ranks, or None.
+
+    batches[step][rank] are the row numbers of that rank in that step.
+    """
+    world_size = len(batches[0]) if batches else 1
+    share, each = batch_size // world_size, math.ceil(length / world_size)
+    per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
+    for number, step in enumerate(batches):
+        sizes, wanted = [len(rows) for rows in step], min(share, each - number % per_epoch * share)
+        if sizes != [wanted] * world_size:
+            return f"step {number + 1}: {sizes} rows, rank by rank, and not {wanted} each"
+    for first in range(0, len(batches), per_epoch):
+        epoch = batches[first : first + per_epoch]
+        dealt = [*chain(*chain(*epoch))]
+        repeated = len(dealt) - len(Counter(dealt))
+        if repeated > -length % world_size:  # so many fill the last places: 102 for 100 rows
+            return f"epoch {first // per_epoch}: {repeated} rows went to two ranks, or came twice"
+        if len(epoch) == per_epoch and len(Counter(dealt)) < length:
+            return f"epoch {first // per_epoch}: only {len(Counter(dealt))} of {length} rows came"
+        if len(dealt) >= 8 and tuple(dealt[:8]) in beginnings:
+            return f"epoch {first // per_epoch}: the order is that of an earlier one"
+        beginnings.add(tuple(dealt[:8]))
+    return None
+
+
+def from_all_ranks(value):
+    """Return what all ranks hand in, a list, the same on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+# Saving and loading, tried out.
+
+
+def killed_saves():
+    """Kill a save in its write, at each of its lines, at its rename; return (kills, problem).
+
+    Before this process joins a group: a fork has none of the threads that others have begun.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, moment, alive = Path(name), 0, False
+        while not alive:
+            for path in folder.iterdir():
+                path.unlink()
+            save({"step": 1, "weights": torch.ones(5000)}, folder / "step_00000001.pt")
+            save({"step": 2, "weights": torch.zeros(5000)}, folder / "step_00000002.pt")
+            child = os.fork()
+            if child == 0:
+                save_and_die(folder, moment)
+            alive = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            try:
+                state, _ = load(folder / "step_00000002.pt")
+            except Exception as error:
+                return moment, f"a save was killed, and its file is lost: {error!r:.80}"
+            if not torch.equal(state["weights"], torch.full((5000,), state["step"] - 2.0)):
+                return moment, "a save was killed, and its file has wrong numbers"
+            moment += 1
+    return moment - 1, None if state["step"] == 3 else "a save that nobody has killed is not there"
+
+
+def save_and_die(folder, moment):
+    """Save; be killed in the write (moment 0), or before a line, rename or removal. No return."""
+    moments = 0
+
+    def begin(event, _=None):
+        nonlocal moments
+        counts = event in ("line", "os.rename", "os.remove")
+        moments += counts
+        if counts and moments == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def trace(frame, event, _):
+        ours = frame.f_code.co_filename == save.__code__.co_filename
+        if not ours or frame.f_code is begin.__code__:
+            return None
+        begin(event)
+        return trace
+
+    if moment == 0:  # the kernel kills who writes more than 10,000 bytes, and Python lets it
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    else:
+        sys.addaudithook(begin)  # Python calls it before it renames or removes
+        sys.settrace(trace)
+    try:
+        save({"step": 3, "weights": torch.ones(5000)}, folder / "step_00000002.pt")
+    finally:
+        os._exit(0)
+
+
+def save_slowly(folder):
+    """Save on all ranks, with a slow disk; return what is wrong on this rank, or None."""
+    torch.manual_seed(dist.get_rank())
+    with Disk(seconds=0.1) as disk:
+        save_together(folder, {}, {"step": 7})
+    here = [path.name for path in checkpoints(folder)]  # before anything else is waited for
+    first_machine = os.environ.get("GROUP_RANK", "0") == "0"  # elsewhere a file may appear late
+    if first_machine and here != ["step_00000007.pt"]:
+        return "a rank goes on before the checkpoint is on the disk"
+    if len(disk.written()) != (dist.get_rank() == 0):
+        return f"rank {dist.get_rank()} has written {len(disk.written())} files"
+    return disk.wrong(folder) if dist.get_rank() == 0 else None
+
+
+def some_files():
+    """Return files by name, as if saved on a GPU, and again with one bit changed, or another step.
+
+    Each storage in a file names the device that it was saved from; here there may be no GPU.
+    """
+    files, device = {}, patch("torch.serialization.location_tag", lambda storage: "cuda:1")
+    with tempfile.TemporaryDirectory() as folder, device:
+        for step in (1, 2, 3):
+            path = Path(folder, f"step_{step:08}.pt")
+            save({"step": step, "weights": torch.ones(5000)}, path)
+            files[path.name] = path.read_bytes()
+    damaged = {name: bytearray(data) for name, data in files.items()}
+    for data in damaged.values():
+        data[len(data) // 2] ^= 1
+    return files, {name: bytes(data) for name, data in damaged.items()}
+
+
+def load_these(files):
+    """Load together, where this rank finds these files; return the step, or why the run ends."""
+    with tempfile.TemporaryDirectory() as folder, patch("sys.stderr", io.StringIO()):
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        try:
+            state = load_together(folder)
+        except SystemExit as stop:
+            return str(stop).partition(" ch")[0]
+    if state is None:
+        return 0
+    return state["step"] if state["weights"].device.type == "cpu" else "not on the CPU"
+
+
+def wrong_in_loading():
+    """Return what goes wrong if the last rank finds other files than the rest, or None."""
+    files, damaged = from_all_ranks(some_files() if dist.get_rank() == 0 else None)[0]
+    (one, old), (two, new), (three, newest) = files.items()
+    last, same, worse = dist.get_world_size() - 1, {one: old, two: new}, {two: damaged[two]}
+    cases = {"no file": ({}, {}, 0), "the same files": (same, same, 2)}
+    cases["a damaged file"] = (same | {three: damaged[three]},) * 2 + (2,)
+    cases["only a damaged file"] = worse, worse, "rank 0:"
+    if last > 0:
+        for name, theirs in {"an older one": {one: old}, "nothing": {}, "damage": worse}.items():
+            cases[name] = same, theirs, f"rank {last}:"
+        cases["other bytes"] = same, {two: newest}, f"rank {last}:"
+        cases["more than nothing"] = {}, same, f"rank {last}:"
+        cases["also a newer one"] = same, same | {three: newest}, 2
+    for name, (ours, theirs, wanted) in cases.items():
+        found = from_all_ranks(load_these(theirs if dist.get_rank() == last else ours))
+        if found != [wanted] * len(found):
+            return f"{name} on rank {last}: the ranks load {found}, and not {wanted}"
+    return None
+
+
+# The whole job.
+
+
+def read_job(folder):
+    """Return what job.json says of the job in this folder; {} if no job has begun there."""
+    path = Path(folder, "job.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def begin(args, device, folder):
+    """Note in the folder who trains there; return all who have, and whether the job is new."""
+    job = read_job(folder) or {"seed": args.seed, "batch_size": args.batch_size, "ranks": []}
+    ranks = f"{dist.get_world_size()} ranks on {device.type}"
+    new = not checkpoints(folder)
+    job["ranks"] = sorted({ranks, *([] if new else job["ranks"])})
+    Path(folder, "job.json").write_text(json.dumps(job))
+    return job["ranks"], new
+
+
+def where(folder):
+    """Return the position in the checkpoint from which a job would now go on, or None."""
+    try:
+        with patch("sys.stderr", io.StringIO()):
+            return load(Path(folder, choose(folder)[0]))[0]["now"]
+    except Exception:
+        return None
+
+
+def observe(args, device, folder):
+    """Stop a job after 5 steps, resume it, and compare it with one that was never stopped."""
+    makers, new = from_all_ranks(begin(args, device, folder) if dist.get_rank() == 0 else None)[0]
+    jobs = [run_job(args, min(5, args.steps - 1), device, folder)] if new else []
+    now = from_all_ranks(where(folder) if dist.get_rank() == 0 else None)[0]
+    if now is None:
+        sys.exit("the first job has left no checkpoint that can be loaded")
+    jobs += [run_job(args, args.steps, device, folder)]
+    whole, _ = run_job(args, args.steps, device)
+    resumed, _ = jobs[-1]
+    facts = {"makers": makers, "now": now, "exact": len(makers) == 1}
+    facts["off"] = (resumed[-1][1][:12] - whole[-1][1][:12]).abs().max().item()
+    facts["written"] = [disk.written() for _, disk in jobs]
+    wrong = [disk.wrong(folder) for _, disk in jobs if dist.get_rank() == 0]
+    wrong.append(wrong_in_files(folder, facts, new, args.steps) if dist.get_rank() == 0 else None)
+    if facts["exact"]:
+        wrong += compare(from_all_ranks(whole), from_all_ranks(resumed), args, now["step"])
+    wrong.append(wrong_in_training(args, whole, resumed))
+    return facts, wrong
+
+
+def compare(whole, resumed, args, begun):
+    """Return what is wrong with the steps of a resumed job; both are lists by rank, then by step.
+
+    The last entry is no step: it says where the generators are.
+    """
+    lengths = {len(of_rank) - 1 for of_rank in whole}, {len(of_rank) - 1 for of_rank in resumed}
+    if lengths != ({args.steps}, {args.steps - begun}):
+        return [f"from step {begun} it makes {lengths[1]} steps, and without a stop {lengths[0]}"]
+    wrong = []
+    for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        for step, pair in enumerate(zip(one[begun:], other, strict=True), begun + 1):
+            if not torch.equal(pair[0][1], pair[1][1]):
+                wrong.append(f"rank {rank} is in another state than without a stop: step {step}")
+    jobs = [one[:begun] + other[:-1] for one, other in zip(whole, resumed, strict=True)]
+    batches = [[rows for rows, _ in of_ranks] for of_ranks in zip(*jobs, strict=True)]
+    return [*wrong[:1], wrong_in_rows(batches, 100, args.batch_size)]
+
+
+def wrong_in_files(folder, facts, new, steps):
+    """Return what is wrong with the files that rank 0 has left, or None."""
+    names = [name for of_job in facts["written"] for name in of_job]
+    found = checkpoints(folder)
+    if new and ([path.name for path in found] != names[-2:] or len(names) != steps):
+        return f"{len(names)} of {steps} steps were saved; {len(found)} files are left of 2 wanted"
+    try:
+        keys = list(load(found[-1])[0].get("model", []))
+    except Exception as error:
+        return f"{found[-1].name} can't be used: {error!r:.80}"
+    if keys != ["1.weight", "1.bias"]:
+        return f"the file has not the keys of a model without DDP, but {keys}"
+    return None
+
+
+def wrong_in_training(args, whole, resumed):
+    """Return what is wrong with how this rank has learned, or None."""
+    rows, targets, layer = make_toy(args.seed)
+    losses = [nn.functional.mse_loss(layer(rows), targets).item()]
+    for _, numbers in (whole[-1], resumed[-1]):
+        nn.utils.vector_to_parameters(numbers[:12], layer.parameters())
+        losses.append(nn.functional.mse_loss(layer(rows), targets).item())
+    if not all(loss < losses[0] for loss in losses[1:]):
+        return f"the loss has not fallen: {losses}"
+    rates = [numbers[-1].item() for _, numbers in whole[:-1]]
+    return None if args.steps < 4 or rates[-1] < rates[0] else "the learning rate has not fallen"
+
+
+def try_and_observe(args, device, folder, another):
+    """Return what all ranks have measured, and all that is wrong, a list of sentences."""
+    wrong = [save_slowly(another), wrong_in_loading()]
+    try:
+        facts, more = observe(args, device, folder)
+    except OSError as error:
+        raise RuntimeError(f"checkpoints in {folder}: {error}") from error
+    except SystemExit as stop:  # of load_together: on all ranks, or on none
+        if stop.code == 143:
+            raise
+        return None, [str(stop)]
+    everyone = from_all_ranks((facts, [problem for problem in wrong + more if problem]))
+    for rank, (of_rank, _) in enumerate(everyone):
+        names = list(chain(*of_rank["written"]))
+        if bool(names) != (rank == 0):
+            everyone[0][1].append(f"rank {rank} has written {len(names)} files")
+    facts = everyone[0][0] | {"max_param_diff": max(of_rank["off"] for of_rank, _ in everyone)}
+    return facts, list(chain(*(problems for _, problems in everyone)))
+
+
+def report(result, facts):
+    """Print what a reader wants to know."""
+    where = f"over {result['backend']} on {result['device']}"
+    print(f"ranks: {result['world_size']}, {where}; checkpoints kept: {result['checkpoints_kept']}")
+    left = "each time the old file was left, or the new one, whole"
+    print(f"a save was killed at {result['kills']} moments: {left}")
+    print("resumed from step {step}, {rows} rows into epoch {epoch}".format_map(facts["now"]))
+    if not facts["exact"]:
+        makers = " and ".join(facts["makers"])
+        print(f"saved by {makers}: dropout and rounding are now different")
+
+
+def main(args):
+    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are removed
+    kills, problem = killed_saves() if os.environ.get("RANK", "0") == "0" else (0, None)
+    rank, world_size, device = join_group()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as another:
+        folder, another = from_all_ranks((args.checkpoints or folder, another))[0]
+        facts, wrong = try_and_observe(args, device, folder, another)
+        if facts is None:
+            return False, wrong[0], {}
+        kept = len(checkpoints(folder))
+        dist.barrier()  # nobody removes a folder that another still looks into
+    result = {"lesson": 6, "world_size": world_size, "backend": dist.get_backend()}
+    result |= {"device": device.type, "max_param_diff": facts["max_param_diff"], "kills": kills}
+    result |= {"resumed_from_step": facts["now"]["step"], "checkpoints_kept": kept}
+    result["bytes_written"] = sum(sum(of_job.values()) for of_job in facts["written"])
+    dist.destroy_process_group()
+    if rank == 0:
+        report(result, facts)
+    wrong += [problem] if problem else []
+    claim = f"the parameters of {world_size} ranks differ by {result['max_param_diff']} from those"
+    claim = "; ".join([f"{claim} of {args.steps} steps without a stop", *dict.fromkeys(wrong)])
+    same_bits = result["max_param_diff"] == 0.0 or not facts["exact"]
+    return same_bits and not wrong, claim, result
 
 
 def parse_args(argv=None):
-    """Return the flags; `new` says whether there is nothing to go on from.
-
-    A bad flag costs one line and exit code 2, before any rank has started.
-    """
-    parser = Arguments(__doc__, steps=12, batch_size=30)
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    parser.add_argument("--steps", type=whole(2, 10**6), default=12, help="%(default)s")
+    size = {"type": whole(1, 10**6), "default": 30}
+    parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="keep them in this folder")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
-    if args.steps < 2 or args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
-        parser.error("--steps must be at least 2, --batch-size at least the number of ranks")
-    saved, rank_0 = None, os.environ.get("RANK", "0") == "0"
-    if args.checkpoints is not None and rank_0:  # the others look when rank 0 has chosen
-        try:
-            saved = load_latest(args.checkpoints, "makers")
-        except OSError as error:
-            parser.error(f"argument --checkpoints: {error}")
-        if not os.access(args.checkpoints, os.W_OK | os.X_OK):
-            parser.error(f"argument --checkpoints: can't write in {args.checkpoints}")
-    made = saved and [saved[name] for name in ("seed", "batch_size", "step")]
-    if saved and (made[:2] != [args.seed, args.batch_size] or made[2] >= args.steps):
-        parser.error("argument --checkpoints: seed {}, batch size {}, at step {}".format(*made))
-    args.new = saved is None
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size < world_size:
+        parser.error(f"argument --batch-size: must be at least the number of ranks, {world_size}")
+    rank_0 = os.environ.get("RANK", "0") == "0"  # the others look when it has chosen
+    if args.checkpoints is not None and rank_0:
+        problem = wrong_in_folder(args)
+        if problem:
+            parser.error(f"argument --checkpoints: {problem}")
     return args
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    args = parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux: if torchrun is killed, its ranks end as well
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed
-    rank, world_size, device = setup()
-    temporary = None if rank or args.checkpoints else tempfile.TemporaryDirectory()
-    job = [args.batch_size, args.seed, temporary.name if temporary else args.checkpoints]
-    new = [args.new]
-    dist.broadcast_object_list(job)  # rank 0's folder is that of all ranks
-    dist.broadcast_object_list(new)  # and it says whether there is something to go on from
-    written = 0
+def wrong_in_folder(args):
+    """Return why the job can't go on in the folder --checkpoints, or None."""
+    folder = args.checkpoints
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        return f"can't write in {folder}"
     try:
-        if new[0]:  # a first job, which stops early
-            first = train(rank, world_size, device, min(5, args.steps - 1), *job)
-            written = first["bytes_written"]
-        resumed = train(rank, world_size, device, args.steps, *job)
-    except OSError as error:
-        sys.exit(f"rank {rank}: checkpoints in {job[2]}: {error}")
-    kept = len(checkpoints(job[2])) if rank == 0 else 0
-    temporary = temporary and temporary.cleanup()
-    whole = train(rank, world_size, device, args.steps, *job[:2])
-    diffs, saved = [None] * world_size, resumed["saved"]
-    dist.all_gather_object(diffs, (resumed["parameters"] - whole["parameters"]).abs().max().item())
-    backend = dist.get_backend()
-    dist.destroy_process_group()
-    exact = saved["makers"] == [f"{world_size} ranks on {device.type}"]
-    moved = not torch.equal(resumed["parameters"][:10], saved["model"]["1.weight"].flatten())
-    passed = moved and all(diff == 0.0 if exact else diff < float("inf") for diff in diffs)
-    if rank == 0:
-        sys.stderr.writelines(f"{line}\n" for line in saved["complaints"])
-        print(f"ranks: {world_size}, over {backend} on {device.type}; checkpoints kept: {kept}")
-        print("resumed from step {step}, {rows} rows into epoch {epoch}".format_map(saved))
-        if not exact:
-            makers = " and ".join(saved["makers"])
-            print(f"saved by {makers}: dropout and rounding are now different")
-        found = f"the parameters of {world_size} ranks differ by {max(diffs)} from those of"
-        print(f"{'PASS' if passed else 'FAIL'} {found} {args.steps} steps without a stop")
-        if args.json:
-            result = {"lesson": 6, "world_size": world_size, "backend": backend}
-            result |= {"device": device.type, "passed": passed, "max_param_diff": max(diffs)}
-            result |= {"resumed_from_step": saved["step"], "checkpoints_kept": kept}
-            print(json.dumps(result | {"bytes_written": written + resumed["bytes_written"]}))
+        job = read_job(folder)
+        made = f"seed {job['seed']}, batch size {job['batch_size']}" if job else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"job.json in {folder} can't be read: {error!r:.80}"
+    found = checkpoints(folder)
+    if not found:
+        return None
+    if made is None:
+        return f"no job.json in {folder}: these files are another program's"
+    step = found[-1].stem[len("step_") :]
+    if made != f"seed {args.seed}, batch size {args.batch_size}" or not step < f"{args.steps:08}":
+        return f"the job in {folder} has {made}, and is at step {step.lstrip('0')}"
+    return None
+
+
+# --- The frame: the same in every lesson ---
+
+
+def join_group(backend=None, store=None):
+    """Choose a device, then join the group; return (rank, world_size, device).
+
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
+    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    enough_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= ranks_here
+    backend = backend or ("nccl" if enough_gpus else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        store = dist.HashStore()  # alone, nobody has to be found
+    place = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
+    return rank, world_size, device
+
+
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

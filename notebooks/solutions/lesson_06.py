@@ -1,6 +1,7 @@
-"""The exercise of lesson 06: write a file so that a kill at any moment leaves it whole."""
+"""Solutions of the tasks of lesson 06, and their checks."""
 
 import errno
+import math
 import os
 import resource
 import signal
@@ -8,16 +9,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lesson_06_checkpoint_map_location import UNFINISHED
-from nbtools import run
+import torch.distributed as dist
+from nbtools import RankFailed, run
+
+# --- Task 1: build ---
 
 OLD, NEW = b"old " * 5_000, b"new! " * 6_000  # bytes; both larger than Python's buffer of a file
 SHORT = b"short"  # it fits into the buffer, and stays there until somebody flushes it
 
 
-def solution(data, path):
-    """Write `data` (bytes) to `path`; killed at any moment, it leaves the old or the new (A17)."""
-    unfinished = path.with_name(UNFINISHED)  # in the same folder: a rename stays on one disk
+def write_safely(data, path):
+    """Write `data` (bytes) to `path`; killed at any moment, it leaves the old or the new."""
+    unfinished = path.with_suffix(".unfinished")  # in the same folder: a rename stays on one disk
     with open(unfinished, "wb") as file:
         file.write(data)
         file.flush()  # from Python to the operating system
@@ -168,10 +171,15 @@ def _examine(rank, world_size, attempt):
             killed = _killed(attempt, path, moment=moment)
             if not path.exists() or path.read_bytes() not in (OLD, NEW):
                 return "killed between two of its steps, it leaves neither the old file nor the new"
+        path.write_bytes(OLD)
+        _killed(attempt, path, limit=len(NEW) - 1)
+        attempt(SHORT, path)
+        if path.read_bytes() != SHORT:
+            return "after a killed long write, a short one ends with a part of the long one"
     return next((problem for problem in problems if problem), None)
 
 
-def check(attempt, nproc=2):
+def check_write_safely(attempt, nproc=2):
     """Return None if the attempt is right on all of `nproc` ranks, else one sentence.
 
     Each rank writes into a folder of its own, and is killed at every line, rename and removal, and
@@ -181,13 +189,81 @@ def check(attempt, nproc=2):
     return next((problem for problem in problems if problem), None)
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"write_safely": (check, solution)}
+# --- Task 2: repair ---
+
+
+def common_step(rank, world_size, steps_here):
+    """Return the latest step of which every rank has a file; None if there is no such step."""
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, steps_here)
+    return max(set.intersection(*map(set, everyone)), default=None)
+
+
+CASES = {  # the steps that each rank has, for 2 and for 3 ranks; those with an empty list come last
+    2: [[[3, 4, 6], [4, 5]], [[9, 10], [9, 10]], [[1, 2], [3]], [[70_000], [70_000, 7]], [[], [1]]],
+    3: [[[1, 2, 4, 6], [2, 3, 4, 5], [1, 2, 3, 7]], [[5, 8], [5, 8], [8, 5]], [[2], [2], [3]]],
+}
+
+
+def _answer(rank, world_size, attempt, cases):
+    return [attempt(rank, world_size, list(case[rank])) for case in cases]
+
+
+def check_common_step(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else what is wrong."""
+    for nproc, cases in CASES.items():
+        for part in (
+            [case for case in cases if all(case)],
+            [case for case in cases if not all(case)],
+        ):
+            try:
+                answers = run(_answer, nproc, attempt, part, deadline=20) if part else []
+            except RankFailed as error:
+                return f"with {nproc} ranks: {error}"
+            for number, case in enumerate(part):
+                given = [of_rank[number] for of_rank in answers]
+                common = set.intersection(*map(set, case))
+                if given != [max(common, default=None)] * nproc:
+                    return f"the ranks have the steps {case}, and go on from {given}"
+    return None
+
+
+# --- Task 3: predict ---
+
+COST, MEAN_TIME = (
+    24,
+    50 * 24 * 3600 / 100,
+)  # seconds: of a save, and between two failures of the job
+seconds_between_saves = math.sqrt(2 * COST * MEAN_TIME)
+
+
+def check_seconds_between_saves(guess):
+    """Return None if `guess` is within two percent of the right number, else a hint."""
+    if abs(guess / seconds_between_saves - 1) < 0.02:
+        return None
+    if abs(guess / math.sqrt(2 * COST * 100 * MEAN_TIME) - 1) < 0.02:
+        return "so it is for one machine: how often does one of the hundred fail?"
+    return "how many seconds pass between two failures of the job, and what does the formula say?"
+
+
+TASKS = {
+    "write_safely": (check_write_safely, write_safely),
+    "common_step": (check_common_step, common_step),
+    "seconds_between_saves": (check_seconds_between_saves, seconds_between_saves),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
     "write_safely": (
-        "Follow `save_atomically` line by line, and ask what would be found after a power cut "
-        "just there. Are the bytes of the file the only thing that has to reach the disk?"
+        "Follow `save` line by line, and ask what would be found after a power cut just there. "
+        "`file.write` only fills a buffer of Python: who empties it, before os.fsync looks?"
+    ),
+    "common_step": (
+        "The smallest of the latest steps need not be among the steps of every rank. Which lists "
+        "does a rank have to know, before it can say what all have in common?"
+    ),
+    "seconds_between_saves": (
+        "The job fails when any of its machines does. With twice as many machines it fails twice "
+        "as often; then put the two times, in seconds, into the formula."
     ),
 }

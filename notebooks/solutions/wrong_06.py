@@ -1,4 +1,4 @@
-"""Wrong answers to the task of lesson 06, with what the check must say; and another right one."""
+"""Wrong answers to the tasks of lesson 06, with what the checks must say; and right ones."""
 
 import os
 import shutil
@@ -6,8 +6,9 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from lesson_06_checkpoint_map_location import UNFINISHED
-from solutions.lesson_06 import check, solution
+import torch
+import torch.distributed as dist
+from solutions.lesson_06 import check_write_safely, common_step, write_safely
 
 
 def directly(data, path):
@@ -35,7 +36,7 @@ def removes_first_on_one_line(data, path):
 
 def needs_an_older_file(data, path):
     path.stat()
-    solution(data, path)
+    write_safely(data, path)
 
 
 def without_fsync(data, path):
@@ -105,21 +106,21 @@ def copies(data, path):
 
 
 def keeps_the_other(data, path):
-    solution(data, path)
+    write_safely(data, path)
     path.with_name("backup").write_bytes(data)
 
 
 def writes_it_again(data, path):
-    solution(data, path)
+    write_safely(data, path)
     path.write_bytes(data)
 
 
 def stopped_by_an_old_one(data, path):
-    with open(path.with_name(UNFINISHED), "xb") as file:
+    with open(path.with_suffix(".unfinished"), "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(path.with_name(UNFINISHED), path)
+    os.replace(path.with_suffix(".unfinished"), path)
     sync_folder(path)
 
 
@@ -155,7 +156,67 @@ def without_a_buffer(data, path):
     sync_folder(path)
 
 
-RIGHT = {"write_safely": [with_a_name_of_chance, syncs_the_file_itself]}
+def without_truncating(data, path):
+    """What a killed long write has left is longer than a short one."""
+    handle = os.open(path.with_suffix(".unfinished"), os.O_WRONLY | os.O_CREAT)
+    with open(handle, "wb", closefd=False) as file:
+        file.write(data)
+    os.fsync(handle)
+    os.close(handle)
+    os.replace(path.with_suffix(".unfinished"), path)
+    sync_folder(path)
+
+
+def as_given(rank, world_size, steps_here):
+    latest = torch.tensor(max(steps_here))
+    dist.all_reduce(latest, dist.ReduceOp.MIN)
+    return latest.item()
+
+
+def its_own_latest(rank, world_size, steps_here):
+    return max(steps_here)
+
+
+def latest_of_rank_0(rank, world_size, steps_here):
+    choice = [max(steps_here, default=None)]
+    dist.broadcast_object_list(choice)
+    return choice[0]
+
+
+def with_one_neighbour(rank, world_size, steps_here):
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, steps_here)
+    return max({*everyone[0]} & {*everyone[1]}, default=None)
+
+
+def the_earliest(rank, world_size, steps_here):
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, steps_here)
+    return min(set.intersection(*map(set, everyone)), default=None)
+
+
+def only_rank_0_knows(rank, world_size, steps_here):
+    step = common_step(rank, world_size, steps_here)
+    return step if rank == 0 else None
+
+
+def zero_for_none(rank, world_size, steps_here):
+    return common_step(rank, world_size, steps_here) or 0
+
+
+def by_counting(rank, world_size, steps_here):
+    """Count on how many ranks each step is found: one all-reduce of a long tensor."""
+    have = torch.zeros(100_000, dtype=torch.uint8)
+    have[steps_here] = 1
+    dist.all_reduce(have)
+    everywhere = (have == world_size).nonzero().flatten().tolist()
+    return max(everywhere, default=None)
+
+
+RIGHT = {
+    "write_safely": [with_a_name_of_chance, syncs_the_file_itself],
+    "common_step": [by_counting],
+}
 WRONG = {
     "write_safely": {
         "directly": (directly, "it leaves 0 bytes of a file"),
@@ -178,12 +239,25 @@ WRONG = {
         "writes it again": (writes_it_again, "it opens the file of that name for writing"),
         "stopped by an old one": (stopped_by_an_old_one, "unfinished file of a killed run stops"),
         "writes nothing": (writes_nothing, "does not hold the new data"),
-    }
+        "without truncating": (without_truncating, "a short one ends with a part of the long one"),
+    },
+    "common_step": {
+        "as given": (as_given, "go on from [5, 5]"),
+        "its own latest": (its_own_latest, "go on from [6, 5]"),
+        "latest of rank 0": (latest_of_rank_0, "go on from [6, 6]"),
+        "with one neighbour": (with_one_neighbour, "go on from [4, 4, 4]"),
+        "the earliest": (the_earliest, "go on from [9, 9]"),
+        "only rank 0 knows": (only_rank_0_knows, "go on from [4, None]"),
+        "zero for none": (zero_for_none, "go on from [0, 0]"),
+    },
+    "seconds_between_saves": {
+        "one machine": (14_400, "for one machine"),
+        "without the two": (1018, "between two failures of the job"),
+        "between two failures": (43_200, "between two failures of the job"),
+    },
 }
 
-# The ranks do the same, each in a folder of its own: one is enough to see that it is wrong.
-ON_ONE_RANK = partial(check, nproc=1)
-WRONG = {
-    task: {title: (*attempt, ON_ONE_RANK) for title, attempt in attempts.items()}
-    for task, attempts in WRONG.items()
-}
+# The ranks write in folders of their own: one is enough to see that an attempt is wrong.
+ON_ONE_RANK = partial(check_write_safely, nproc=1)
+for title, attempt in WRONG["write_safely"].items():
+    WRONG["write_safely"][title] = (*attempt, ON_ONE_RANK)
