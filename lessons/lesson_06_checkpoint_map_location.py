@@ -346,10 +346,13 @@ def killed_saves():
     with tempfile.TemporaryDirectory() as name:
         folder, moment, alive = Path(name), 0, False
         while not alive:
-            for path in folder.iterdir():
+            for path in folder.glob("*.pt"):  # what a killed save has left besides stays there
                 path.unlink()
-            save({"step": 1, "weights": torch.ones(5000)}, folder / "step_00000001.pt")
-            save({"step": 2, "weights": torch.zeros(5000)}, folder / "step_00000002.pt")
+            try:
+                save({"step": 1, "weights": torch.ones(5000)}, folder / "step_00000001.pt")
+                save({"step": 2, "weights": torch.zeros(5000)}, folder / "step_00000002.pt")
+            except OSError as error:
+                return moment, f"what a killed save has left is in the way of the next: {error}"
             child = os.fork()
             if child == 0:
                 save_and_die(folder, moment)
@@ -398,12 +401,16 @@ def save_and_die(folder, moment):
 def save_slowly(folder):
     """Save on all ranks, with a slow disk; return what is wrong on this rank, or None."""
     torch.manual_seed(dist.get_rank())
+    names = [f"step_{step:08}.pt" for step in (7, 8, 9)]
+    if dist.get_rank() == 0:
+        for name in names[1:]:  # newer ones that are damaged: the job went on from before them
+            Path(folder, name).write_bytes(b"")
     with Disk(seconds=0.1) as disk:
         save_together(folder, {}, {"step": 7})
     here = [path.name for path in checkpoints(folder)]  # before anything else is waited for
     first_machine = os.environ.get("GROUP_RANK", "0") == "0"  # elsewhere a file may appear late
-    if first_machine and here != ["step_00000007.pt"]:
-        return "a rank goes on before the checkpoint is on the disk"
+    if first_machine and here != names:
+        return f"when a rank goes on after saving {names[0]} there is {', '.join(here)}"
     if len(disk.written()) != (dist.get_rank() == 0):
         return f"rank {dist.get_rank()} has written {len(disk.written())} files"
     return disk.wrong(folder) if dist.get_rank() == 0 else None
@@ -447,6 +454,7 @@ def wrong_in_loading():
     last, same, worse = dist.get_world_size() - 1, {one: old, two: new}, {two: damaged[two]}
     cases = {"no file": ({}, {}, 0), "the same files": (same, same, 2)}
     cases["a damaged file"] = (same | {three: damaged[three]},) * 2 + (2,)
+    cases["an empty file"] = (same | {three: b""},) * 2 + (2,)
     cases["only a damaged file"] = worse, worse, "rank 0:"
     if last > 0:
         for name, theirs in {"an older one": {one: old}, "nothing": {}, "damage": worse}.items():

@@ -30,14 +30,17 @@ QUIET = "context.enter_context(contextlib.redirect_stdout(nowhere))"
 SGD = "(model){}\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    total"
 
 BREAKS = {
-    "mean of means": ("stack((total.detach(),", "stack((total.detach() / count,"),
+    "mean of means": ("stack((total, ", "stack((total / count, "),
     "sum without division": (MEAN, "    return total\n"),
     "only rank 0 has the sum": ("dist.all_reduce(numbers)", "dist.reduce(numbers, 0)"),
-    "reduced in float32": ("count))).double()", "count))).float()"),
+    "reduced in float32": ("(total, count)))", "(total, count))).float()"),
     "its own loss is shown": ("loss {mean:.3g}", "loss {loss:.3g}", (2,)),
     "its own loss is written": ('"loss", mean,', '"loss", loss,', (2,)),
     "sums are not begun anew": ("0.0, 0\n                tq", "total, count\n                tq"),
-    "every is not heeded": ("if step % every == 0:", "if True:", (2,)),
+    "every is not heeded": ("if step % every == 0 or step == steps:", "if True:", (2,)),
+    "the last steps are lost": ("if step % every == 0 or step == steps:", "if step % every == 0:"),
+    "rows counted in the type of the loss": ("total.detach().double()", "total.detach()", (2,)),
+    "graphs are kept": ("total + loss.detach() * len(mine)", "total + loss * len(mine)", (2,)),
     "rank % 8 logs": ("logging.NOTSET if rank == 0", "logging.NOTSET if rank % 8 == 0", (2,)),
     "rank % 8 prints": ("if rank != 0:\n        nowhere", "if rank % 8:\n        nowhere", (2,)),
     "rank % 8 writes": ("if rank != 0:\n        return", "if rank % 8:\n        return", (2,)),

@@ -53,6 +53,8 @@ ON_TWO_RANKS = {  # the same mistake on any number of ranks
     "no map_location": ('map_location="cpu", ', ""),
     "checksums are not compared": ("zipfile.ZipFile(file).testzip()", "False"),
     "the latest, damaged or not": ("for path in found:", "for path in found[:1]:"),
+    "newer files count as older": ("checkpoints(folder) if other <= path]", "checkpoints(folder)]"),
+    "an unfinished file is in the way": ('open(unfinished, "wb")', 'open(unfinished, "xb")'),
     "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt'),
 }
 BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
