@@ -1,8 +1,8 @@
 """Lesson 04: how do ranks find each other?
 
-Before the first collective, every rank must learn the addresses of all others. It reads them
-at one meeting place: a store, at a host and a port, or in a file. torchrun keeps one; here we
-open our own. New: a roll call, which names the rank that is missing or came twice.
+Before the first collective, ranks must learn how to reach each other. They read it at one
+meeting place: a store, at a host and a port, or in a file. torchrun keeps one; here we open
+our own. New: a roll call, which names the rank that is missing or came twice.
 
 Run it:   bash scripts/lesson_04.sh --init env|tcp|file|store --nproc 2
 By hand:  copy each line that it prints into a terminal (with file, name a path of your own)
@@ -40,7 +40,7 @@ TWO_MINUTES = timedelta(minutes=2)
 
 
 def told_by_environment():
-    """Return (host:port, rank, world size): torchrun, a scheduler or your hand has set them."""
+    """Return (host:port, rank, world size): torchrun, a job script or your hand set them."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return place, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -173,18 +173,22 @@ def add_up(args, rank, device):
 def wrong_in_rehearsals(store, rank, world_size):
     """Let the last rank do something wrong; return what is wrong with what this rank is told.
 
-    The group exists by then: without a roll call the library says something else, and at once.
+    Once rank 0 does not come either. The group exists: without a roll call, other words come.
     """
     last, wrong = world_size - 1, []
+    absent = [0] if world_size == 2 else [0, last]
+    missing = ", ".join(f"rank {number}" for number in absent)
     sins = {  # what the last rank does: who it says it is, of how many; what all must be told
         "comes as rank 0": (0, world_size, "rank 0 is here twice"),
         "has a number too high": (world_size, world_size, f"rank {world_size} is none of"),
+        "has a number too low": (-1, world_size, "rank -1 is none of"),
         "has another world size": (last, world_size + 1, "has world size"),
-        "does not come": (None, world_size, f"not here after 0:00:01: rank {last}"),
+        "does not come": (None, world_size, f"not here after 0:00:01: {missing}"),
         "comes late, and once more": (last, world_size, "is here twice"),
     }
     for sin, (number, size, words) in sins.items():
-        who, said = (number, size) if rank == last else (rank, world_size), words
+        sinner = rank in absent if number is None else rank == last
+        who, said = (number, size) if sinner else (rank, world_size), words
         job = "b" if "once more" in sin else sin  # in b all have met already
         limit = timedelta(seconds=1 if number is None else 5)
         dist.barrier()

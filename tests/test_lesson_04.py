@@ -45,6 +45,8 @@ BREAKS = {
     ),
     "a port of its own choice": ("int(port)), family", "29517), family"),
     "on all addresses": ('create_server((host.strip("[]"), int', 'create_server(("", int'),
+    "rank 0 is not looked for": ("r in range(world_size) if", "r in range(1, world_size) if"),
+    "numbers below zero": ("not 0 <= rank < world_size", "rank >= world_size", (2,)),
     "numbers that are none": ("not 0 <= rank < world_size", "False"),
     "who comes late is let in": ("        raise RuntimeError(problem)\n", "        pass\n"),
     "rank 0 waits for all, before the roll call": (', "wait_for_workers": False', ""),
