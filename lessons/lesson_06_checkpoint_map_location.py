@@ -673,8 +673,9 @@ def wrong_in_folder(args):
 def join_group(backend=None, store=None):
     """Choose a device, then join the group; return (rank, world_size, device).
 
-    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU; machines
-    that differ need the name. A rank waits two minutes for another: allow for your longest wait.
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU. If only
+    some machines have GPUs, pass `backend`. If a rank may keep the others waiting for more than
+    two minutes, raise `timeout`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -103,7 +103,21 @@ def check_barrier(attempt, patience=2):
     return None
 
 
-# --- Task 2: build ---
+# --- Task 2: predict ---
+
+connections = 2 * (8 * 7 // 2)
+
+
+def check_connections(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == connections:
+        return None
+    if guess == connections // 2:
+        return "that is one of the two groups"
+    return "count the pairs of ranks first, then the groups"
+
+
+# --- Task 3: build ---
 
 
 def take_rank(store, world_size):
@@ -216,25 +230,11 @@ def check_take_rank(attempt, patience=5):
     return None if sums == [7] * 3 else f"three real processes got the sums {sums} by their ranks"
 
 
-# --- Task 3: predict ---
-
-connections = 2 * (8 * 7 // 2)
-
-
-def check_connections(guess):
-    """Return None if `guess` is right, else a hint."""
-    if guess == connections:
-        return None
-    if guess == connections // 2:
-        return "that is one of the two groups"
-    return "count the pairs of ranks first, then the groups"
-
-
 # What test_contract.py asks: (check, solution) of each task.
 TASKS = {
     "barrier": (check_barrier, barrier),
-    "take_rank": (check_take_rank, take_rank),
     "connections": (check_connections, connections),
+    "take_rank": (check_take_rank, take_rank),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -243,12 +243,12 @@ HINTS = {
         "The counter goes on rising. What does dividing it by the world size tell a rank about "
         "the round it is in, and which key should it wait for?"
     ),
-    "take_rank": (
-        "Two processes may come in the same instant: which operation of the store reads and "
-        'changes a number in one step? For "when all have come", think of the barrier.'
-    ),
     "connections": (
         "Gloo opens one connection for each pair of ranks, and does so again for every group. "
         "How many pairs do eight ranks have?"
+    ),
+    "take_rank": (
+        "Two processes may come in the same instant: which operation of the store reads and "
+        'changes a number in one step? For "when all have come", think of the barrier.'
     ),
 }
