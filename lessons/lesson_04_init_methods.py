@@ -64,7 +64,9 @@ def open_store(place, rank, world_size, limit=TWO_MINUTES):
 
 def join(store, rank, world_size, job="job", backend="gloo", limit=TWO_MINUTES):
     """Call the roll, then join the default group. Jobs that share a store need a name each."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # torchrun's store outlives a restart
+    attempt = 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # this store outlives a restart
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = dist.PrefixStore(f"{job}, attempt {attempt}", store)
     call_the_roll(store, rank, world_size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -127,7 +129,7 @@ def watched(rank, world_size, attempt, report):
         library(*args, **options)
         report.setdefault("seconds", [here - start, time.perf_counter() - here])
 
-    restarted = patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=attempt)
+    restarted = patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": attempt, AGENT: "True"})
     with restarted, patch.object(dist, "init_process_group", init_process_group):
         yield
 
