@@ -66,7 +66,7 @@ def join(store, rank, world_size, job="job", backend="gloo", limit=TWO_MINUTES):
     """Call the roll, then join the default group. Jobs that share a store need a name each."""
     attempt = 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # this store outlives a restart
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"{job}, attempt {attempt}", store)
     call_the_roll(store, rank, world_size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
