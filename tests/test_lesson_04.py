@@ -168,7 +168,7 @@ BAD = {
     "--init file:///dev/null --rank 0": "'/dev/null' is a folder or a device",
     "--init tcp://127.0.0.1:29500 --rank 2": "--rank",
     "--init tcp://127.0.0.1:29500 --rank -1": "--rank",
-    f"--init file://{__file__}": "is left from an earlier run",
+    f"--init file://{shlex.quote(__file__)}": "is left from an earlier run",
 }
 
 
@@ -176,7 +176,7 @@ BAD = {
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_values_are_refused(capsys, flags):
     with pytest.raises(SystemExit) as stop:
-        lesson.parse_args(flags.split())
+        lesson.parse_args(shlex.split(flags))
     assert stop.value.code == 2 and BAD[flags] in capsys.readouterr().err
 
 
