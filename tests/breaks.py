@@ -8,7 +8,9 @@ ranks this mistake is one, where that differs.
 import contextlib
 import importlib
 import io
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import types
@@ -32,7 +34,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     With two machines, half of the ranks are told that they run on the second. All runs share one
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
-    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks.
+    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A lesson of another
+    framework has one process for all: two frameworks in a process can crash.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
@@ -42,6 +45,9 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
         if not where or nproc in where[0]:
             sources[name] = source.replace(part, other)
+    if set(lesson.packages) & set(lessons.FRAMEWORKS):
+        words = [str(flag) for flag in (*flags, "--nproc", nproc)]
+        return judge_breaks(verdicts_beside_torch(sources, words))
     importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
     if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB, lessons.ITSELF):
         flags = [*flags, "--nproc", nproc]
@@ -58,9 +64,37 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
             )
     else:
         said = run(verdicts, nproc, sources, words, machines, deadline=300)[0]
+    judge_breaks(said)
+
+
+def judge_breaks(said):
+    """Fail if the script as it is does not say PASS, or if one of its breaks does."""
     passed, claim = said.pop("as it is")
     assert passed, claim
     assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
+
+
+def verdicts_beside_torch(sources, words):
+    """Return {name: (passed, claim)} from one new process, in which nobody has imported torch."""
+    command = [sys.executable, "-c", BESIDE_TORCH, json.dumps([sources, words])]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+BESIDE_TORCH = """
+import contextlib, io, json, sys
+
+sources, words = json.loads(sys.argv[1])
+said = {}
+for name, source in sources.items():
+    script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
+    exec(compile(source, "script.py", "exec"), script)
+    with contextlib.redirect_stdout(io.StringIO()):
+        passed, claim, _ = script["main"](script["parse_args"](words))
+    said[name] = [bool(passed), claim]
+print(json.dumps(said))
+"""
 
 
 def verdicts(rank, world_size, sources, flags, machines):
