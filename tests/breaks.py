@@ -34,8 +34,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     With two machines, half of the ranks are told that they run on the second. All runs share one
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
-    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A lesson of another
-    framework has one process for all: two frameworks in a process can crash.
+    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A
+    lesson of another framework has one process for all: two frameworks in a process can crash.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
