@@ -139,5 +139,8 @@ def verdict(rank, world_size, source, flags, machines):
         for name in ("init_process_group", "destroy_process_group"):
             stack.enter_context(patch.object(dist, name, lambda *args, **kwargs: None))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        passed, claim, _ = script["main"](script["parse_args"](flags))
+        try:
+            passed, claim, _ = script["main"](script["parse_args"](flags))
+        except SystemExit as stop:  # the script's own words, and no PASS
+            passed, claim = False, str(stop)
     return bool(passed), claim

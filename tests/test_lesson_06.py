@@ -34,6 +34,7 @@ WRITE = """        torch.save(state, file)  # from Python to the operating syste
 NAME_FIRST = """        os.replace(unfinished, path)
         torch.save(state, file)
         os.fsync(file.fileno())"""
+EVERYONE = "0 or (everyone := [random_states()] * dist.get_world_size())"  # a whole file, too
 ON_TWO_RANKS = {  # the same mistake on any number of ranks
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
     "the momentum is left out": ('"optimizer": optimizer, ', ""),
@@ -63,7 +64,7 @@ BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
     "no set_epoch": ("sampler.set_epoch(now", "(lambda _: None)(now"),
     "one seed of the sampler for each rank": ("seed=seed)", "seed=seed + rank)"),
     "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (3,)),
-    "every rank writes": ("0:\n        state = {name", "0 or True:\n        state = {name"),
+    "every rank writes": ("0:\n        state = {name", EVERYONE + ":\n        state = {name"),
     "nobody waits for the file": ("dist.barrier()  # nobody goes on before", "pass  #"),
     "each rank loads what it finds": (CHOICE, "    choice = choose(folder)\n"),
     "other bytes under the same name": ("own != digest", "False"),
