@@ -374,7 +374,7 @@ def main(args):
     return not wrong, "; ".join(wrong) or verdict(off, world_size), numbers
 
 
-def sweep(batch_size, rates, adam=False, seeds=5, epochs=30):
+def sweep(batch_size, rates, adam=False, seeds=5, epochs=15):
     """Train a network in one process for each rate and seed; return accuracies (rates, seeds).
 
     1,024 digits to learn from, 773 to be tested with; all networks train at the same time.
