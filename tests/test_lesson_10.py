@@ -216,7 +216,7 @@ def test_a_bigger_batch_needs_another_learning_rate():
     small = lesson.sweep(32, [0.02], seeds=3)[0]
     kept, scaled, too_high = lesson.sweep(1024, [0.02, 0.64, 5.12], seeds=3)
     assert small.min() > 0.94 and kept.max() < 0.75
-    assert scaled.min() > 0.9 and too_high.mean() < 0.9
+    assert scaled.mean() > 0.85 and too_high.mean() < 0.5
     assert lesson.sweep(1024, [0.02], seeds=3)[0].tolist() == kept.tolist()
 
 

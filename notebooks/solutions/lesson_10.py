@@ -184,7 +184,7 @@ def work(rank, world_size, seed, padded, drop, step, start, order):
     texts, targets = make_texts(seed, padded)
     replica, seen = start(rank, world_size, seed), Rank([], [], [], [], [], [], [])
     model, parts, now = replica.module, (2, 4)[seed % 2], {}
-    scale = (1.0, 4.0, 0.3, 2.0)[seed % 4]  # no two jobs are of the same size
+    scale = (1.0, 4.0, 0.3)[seed]  # no two jobs are of the same size
     with torch.no_grad():
         model[0].weight *= scale
     model[1].p = 0.5 if drop else 0.0
@@ -270,7 +270,7 @@ def play_all(rank, world_size, numbers, seeds):
 
 
 @functools.cache
-def jobs(nproc, seeds=(0, 1, 2, 3)):
+def jobs(nproc, seeds=(0, 1, 2)):
     """Return {number: [(job with its bug, job without)]}, run on so many ranks."""
     everyone = run(play_all, nproc, tuple(BUGS), seeds)
     found = {number: [] for number in BUGS}
