@@ -220,7 +220,7 @@ def ranks(args, data, seed=0, mask=None, rate=0.3, init_sync=True, **replaced):
 
 def distance(everyone, alone, part=2):
     """Return how far any rank ever is from the one process: nan, if they can't be compared."""
-    if {len(seen) for seen in everyone} != {len(alone)}:
+    if not alone or {len(seen) for seen in everyone} != {len(alone)}:
         return math.nan
     right = torch.stack([step[part] for step in alone])
     theirs = [torch.stack([step[part] for step in seen]) for seen in everyone]
@@ -296,35 +296,31 @@ def wrong_in_training(everyone, alone):
     rows = [sorted(chain(*(step[0] for step in steps))) for steps in by_step]
     gap, moved = distance(everyone, alone, 1), distance(everyone, alone)
     size = 8 * len(alone[0][2])
-    last = [torch.stack([step[2] for step in seen]) for seen in everyone]
     rules = {
-        "the texts of a step are not those of one process, once each": rows
-        == [a[0] for a in alone],
+        "the texts are not those of one process, once each": rows == [a[0] for a in alone],
         f"a gradient is off by {gap:.2g}": gap < 1e-12,
         f"an update is off by {moved:.2g}": moved < 1e-12,
-        "the ranks' parameters differ": all(torch.equal(one, last[0]) for one in last),
-        f"an update does not cost {size} bytes": {s[3] for seen in everyone for s in seen}
-        == {size},
+        "the ranks' parameters differ": distance(everyone, everyone[0]) == 0,
+        f"an update does not cost {size} bytes": {s[3] for s in chain(*everyone)} == {size},
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
 
 def wrong_in_count(device):
-    """Return what is wrong if the ranks count 1001, 1002, ...: float16 can't hold the sum."""
-    world_size = dist.get_world_size()
-    counted = count_everywhere(1001 + dist.get_rank(), device)
-    right = sum(range(1001, 1001 + world_size))
-    return [] if counted == right else [f"the ranks count {counted:g}, not {right}"]
+    """Return what is wrong if the ranks count numbers that float32 can't hold: a list."""
+    first, world_size = 2**24 + 1, dist.get_world_size()
+    counted = count_everywhere(first + dist.get_rank(), device)
+    right = sum(range(first, first + world_size))
+    return [] if counted == right else [f"the ranks count {counted:.0f}, not {right}"]
 
 
 def report(numbers, micro_batches):
     """Print what a reader wants to know."""
     where = f"over {numbers['backend']} on {numbers['device']}"
     print(
-        f"{numbers['world_size']} ranks {where}, {numbers['rows_per_step']} texts in a step;",
-        end=" ",
+        f"{numbers['world_size']} ranks {where}, {numbers['rows_per_step']} texts in a step", end=""
     )
-    print("parameters off by, if kept, and if removed:")
+    print("; parameters off by, if kept, and if removed:")
     for name, (kept, removed) in numbers["off"].items():
         print(f"{name:34} {kept:7.1e} {removed:7.3g}")
     once, always = numbers["bytes"]
@@ -362,11 +358,12 @@ def main(args):
     wrong, off = list(dict.fromkeys(chain(*wrong))), {}
     if not wrong:
         off = try_conditions(args, data, distance(everyone, alone))
-        wrong = wrong_in_conditions(off, world_size)
+        wrong = list(chain(*from_all_ranks(wrong_in_conditions(off, world_size))))
     change = alone[-1][2] - vector(Model(args.seed, device).parameters())
     numbers = {"lesson": 10, "world_size": world_size, "backend": dist.get_backend()}
     numbers |= {"device": device.type, "rows_per_step": args.batch_size, "off": off}
-    numbers["bytes"] = [seen[0][0][3] for seen in (everyone, always)]
+    sent = [[step[3] for step in chain(*seen)] for seen in (everyone, always)]
+    numbers["bytes"] = [max(each, default=0) for each in sent]
     numbers["param_change"] = change.abs().max().item()
     dist.destroy_process_group()
     if rank == 0:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import run_lesson, run_warm
-from nbtools import RankFailed, judge, run
+from nbtools import RankFailed, run
 from nbtools.record import Wire
-from solutions import lesson_10 as tasks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,7 +93,7 @@ def test_default_run(default_run):
 
 @pytest.mark.claim("A1")
 @pytest.mark.parametrize(
-    "nproc, flags", [(1, ""), (4, "--batch-size 9 --micro-batches 5 --seed 3")]
+    "nproc, flags", [(1, "--steps 4"), (4, "--batch-size 9 --micro-batches 5 --seed 3")]
 )
 def test_other_sizes_pass_too(nproc, flags):
     """Also where ranks, in the last batch of 8 rows, have empty micro-batches."""
@@ -211,24 +210,15 @@ def test_join_answers_no_collective_of_ours_and_can_throw():
 # --- Batch size and learning rate ---
 
 
+def sweeps(rank, world_size):
+    """Return accuracies by rate and seed: with 32 rows on rank 0, with 1,024 on rank 1."""
+    if rank == 0:
+        return lesson.sweep(32, [0.02], seeds=3)
+    return lesson.sweep(1024, [0.02, 0.64, 5.12], seeds=3)
+
+
 @pytest.mark.claim("D4")
 def test_a_bigger_batch_needs_another_learning_rate():
-    small = lesson.sweep(32, [0.02], seeds=3)[0]
-    kept, scaled, too_high = lesson.sweep(1024, [0.02, 0.64, 5.12], seeds=3)
+    (small,), (kept, scaled, too_high) = run(sweeps, 2)  # one thread for each
     assert small.min() > 0.94 and kept.max() < 0.75
     assert scaled.mean() > 0.85 and too_high.mean() < 0.5
-    assert lesson.sweep(1024, [0.02], seeds=3)[0].tolist() == kept.tolist()
-
-
-# --- The tasks ---
-
-
-def mean_with_weight(losses):
-    """Right as well: the mean of no rows is nan, but its gradient is 0."""
-    rows = torch.tensor(float(len(losses)))
-    dist.all_reduce(rows)
-    return losses.mean() * len(losses) * dist.get_world_size() / rows
-
-
-def test_other_right_answers_are_taken():
-    assert judge(tasks.check_loss_for_backward, mean_with_weight) == "correct"

@@ -136,6 +136,13 @@ WRONG = {
 }
 
 
+# Other right answers.
+
+
+def mean_with_weight(losses):  # the mean of no rows is nan, but its gradient is 0
+    return losses.mean() * len(losses) * dist.get_world_size() / total_of(losses)
+
+
 def apart(job):
     return max((rank.after[-1] - job.ranks[0].after[-1]).abs().max() for rank in job.ranks)
 
@@ -144,4 +151,4 @@ def who_sends(job):
     return job.ranks[0].sent[0].index(max(job.ranks[0].sent[0]))
 
 
-RIGHT = {"jobs_3_and_4": [apart, who_sends]}  # other right answers
+RIGHT = {"loss_for_backward": [mean_with_weight], "jobs_3_and_4": [apart, who_sends]}
