@@ -1,63 +1,385 @@
-"""The exercise of lesson 10: the loss for backward() when the parts of the ranks are uneven."""
+"""Solutions of the tasks of lesson 10, their checks, and the six jobs of which each has a bug."""
+
+import contextlib
+import functools
+import itertools
+from typing import NamedTuple
 
 import lesson_10_same_as_one_process as lesson
 import torch
 import torch.distributed as dist
 from nbtools import run
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+# --- Task 1: predict ---
+
+weight_on_rank_0 = (40 + 30 + 50) / (60 + 20)
 
 
-def solution(losses):
-    """Return the loss of this rank, weighted by its share of all rows (claim A1)."""
-    rows = torch.tensor(float(len(losses)), dtype=losses.dtype)
+def check_weight_on_rank_0(guess):
+    """Return None if `guess` is right to half a percent, else a hint."""
+    if abs(guess - weight_on_rank_0) < 0.005:
+        return None
+    if abs(guess - 1) < 0.005:
+        return "so it would be with one count for all ranks"
+    if abs(guess - 1 / weight_on_rank_0) < 0.005:
+        return "which rank has fewer tokens: are its tokens worth more or less?"
+    return "first the weight of a token on each rank: each rank's mean counts one half"
+
+
+# --- Task 2: build ---
+
+
+def loss_for_backward(losses):
+    """Return the loss of this rank, weighted by its share of all rows."""
+    rows = torch.tensor(float(len(losses)), dtype=torch.float64)
     dist.all_reduce(rows)  # one number from each rank: how many rows there are in all
     return losses.sum() * dist.get_world_size() / rows  # a sum, because the mean of no rows is nan
 
 
-def examine(rank, world_size, attempt, sizes):
-    """Return how far DDP's gradient with the attempt's loss is from the whole batch's."""
-    rows, targets, model = lesson.make_toy(seed=3)
-    first = sum(sizes[:rank])
-    mine, everyone = slice(first, first + sizes[rank]), slice(sum(sizes))
-    lesson.mean_loss(model(rows[everyone]), targets[everyone]).backward()
-    wanted = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    replica = DistributedDataParallel(model)  # keep it: one that is thrown away averages nothing
-    loss = attempt((replica(rows[mine]) - targets[mine]).square().mean(1))
-    if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
-        return "what you return must be a tensor of shape () that depends on losses"
-    loss.backward()
-    pairs = zip(model.parameters(), wanted, strict=True)
-    return max((parameter.grad - right).abs().max().item() for parameter, right in pairs)
+def examine_loss(rank, world_size, attempt, steps):
+    """Return how far DDP's gradient with the attempt's loss is from the batch's, step by step."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(1200, 5, generator=generator, dtype=torch.float64)
+    model = nn.Linear(5, 2, dtype=torch.float64)
+    replica, found = DistributedDataParallel(model), []
+    for sizes in steps:
+        first = sum(sizes[:rank])
+        right = torch.autograd.grad(model(rows[: sum(sizes)]).square().mean(), model.weight)[0]
+        model.zero_grad()
+        loss = attempt(replica(rows[first : first + sizes[rank]]).square().mean(1))
+        if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
+            return "what you return must be a tensor of shape () that depends on losses"
+        loss.backward()
+        found.append((model.weight.grad - right).abs().max().item())
+    return found
 
 
-def check(attempt, nprocs=(2, 3)):
-    """Return None if the attempt is right, else one sentence about what is wrong."""
-    problems = (check_ranks(attempt, nproc) for nproc in nprocs)
-    return next(filter(None, problems), None)
-
-
-def check_ranks(attempt, nproc):
-    """Return None if the attempt is right on so many ranks, else what is wrong."""
-    equal, uneven = [6] * nproc, [1 + 3 * rank for rank in range(nproc)]
-    nobody = [4 * rank for rank in range(nproc - 1)] + [5]  # with several ranks, rank 0 has none
-    for sizes in (equal, uneven, nobody):
-        for off in run(examine, nproc, attempt, sizes, deadline=60):
-            if isinstance(off, str):
-                return off
-            if not off < 1e-12:
-                return f"with parts of {sizes} rows the gradient is off by {off:.3g}"
+def check_loss_for_backward(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, in one step after another."""
+    for nproc in (2, 3):
+        uneven = [1 + 3 * rank for rank in range(nproc)]
+        nobody = [4 * rank for rank in range(nproc - 1)] + [5]  # rank 0 has none
+        many = [257 + 100 * rank for rank in range(nproc)]  # bfloat16 knows 256 and 258
+        steps = [[6] * nproc, uneven, nobody, many]
+        for found in run(examine_loss, nproc, attempt, steps, deadline=20):
+            if isinstance(found, str):
+                return found
+            for sizes, off in zip(steps, found, strict=True):
+                if not off < 1e-12:
+                    return f"with parts of {sizes} rows the gradient is off by {off:.3g}"
     return None
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"loss_for_backward": (check, solution)}
+# --- Six jobs, of which each has a bug ---
+
+
+def job_1(replica, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for number, (texts, targets) in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else replica.no_sync():
+            loss = cross_entropy(replica(texts).flatten(0, 1), targets.flatten())
+            (loss / len(micro_batches)).backward()
+    optimizer.step()
+
+
+def job_2(replica, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for number, (texts, targets) in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else replica.no_sync():
+            loss = cross_entropy(replica(texts).flatten(0, 1), targets.flatten())
+            loss.backward()
+    optimizer.step()
+
+
+def job_3(replica, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for number, (texts, targets) in enumerate(micro_batches, 1):
+        loss = cross_entropy(replica(texts).flatten(0, 1), targets.flatten())
+        loss = loss / len(micro_batches)
+        replica.require_backward_grad_sync = number == len(micro_batches)
+        loss.backward()
+    optimizer.step()
+
+
+def job_4(replica, optimizer, micro_batches):
+    for number, (texts, targets) in enumerate(micro_batches):
+        wait = number % len(micro_batches) != 0
+        with replica.no_sync() if wait else contextlib.nullcontext():
+            loss = cross_entropy(replica(texts).flatten(0, 1), targets.flatten())
+            (loss / len(micro_batches)).backward()
+        if (number + 1) % len(micro_batches) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def job_5(rank, world_size, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(8, 5), nn.Dropout(0.5), nn.Linear(5, 8)).double()
+    return DistributedDataParallel(model)
+
+
+def job_6(texts, epochs):
+    sampler = DistributedSampler(texts, shuffle=True)
+    for _ in range(epochs):
+        yield list(sampler)
+
+
+# What is right. Texts of equal length: so a mean of means is right, but for job 1.
+
+
+def right_step(replica, optimizer, micro_batches):
+    """Make an update; right if all micro-batches have equally many tokens."""
+    return job_1(replica, optimizer, micro_batches)
+
+
+def right_start(rank, world_size, seed):
+    replica = job_5(rank, world_size, seed)
+    torch.manual_seed(1000 * seed + rank)  # after the model is made
+    return replica
+
+
+def right_order(texts, epochs):
+    sampler = DistributedSampler(texts, shuffle=True)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        yield list(sampler)
+
+
+# --- What a job leaves behind ---
+
+
+class Rank(NamedTuple):
+    """What one rank has done, update by update."""
+
+    loss: list  # the mean loss of its own texts, before each update
+    gradient: list  # the gradient of each update, a vector
+    before: list  # the parameters before each update, a vector
+    after: list  # the parameters after each update, a vector
+    texts: list  # for each update: the numbers of its texts, in the order in which they came
+    sent: list  # for each update: the bytes given to the all-reduce, micro-batch by micro-batch
+    dropped: (
+        list  # for each update: which features dropout has set to 0, micro-batch by micro-batch
+    )
+
+
+def make_texts(seed, padded):
+    """Return 96 texts and targets; if `padded`, of different length."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = torch.randint(0, 8, (96, 9), generator=generator)
+    targets = (3 * texts + torch.randint(0, 2, texts.shape, generator=generator)) % 8
+    if padded:
+        lengths = torch.randint(1, 10, (96, 1), generator=generator)
+        targets[torch.arange(9) >= lengths] = -100
+    return texts, targets
+
+
+def work(rank, world_size, seed, padded, drop, step, start, order):
+    """Be a rank of a job: 2 epochs of 4 updates, each of 2 or 4 micro-batches; return a Rank."""
+    texts, targets = make_texts(seed, padded)
+    replica, seen = start(rank, world_size, seed), Rank([], [], [], [], [], [], [])
+    model, parts, now = replica.module, (2, 4)[seed % 2], {}
+    scale = (1.0, 4.0, 0.3)[seed]  # no two jobs are of the same size
+    with torch.no_grad():
+        model[0].weight *= scale
+    model[1].p = 0.5 if drop else 0.0
+
+    def after_dropout(module, inputs, outputs):
+        now["dropped"].append((outputs == 0).flatten().tolist())
+        now["sent"].append(0)
+
+    def before_sending(_, bucket):
+        now["sent"][-1] += bucket.buffer().nbytes
+        return lesson.allreduce_hook(None, bucket)
+
+    model[1].register_forward_hook(after_dropout)
+    replica.register_comm_hook(None, before_sending)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for mine in order(range(96), 2):
+        for numbers in torch.tensor(mine).tensor_split(4):
+            now.update(sent=[], dropped=[])
+            seen.before.append(lesson.vector(model.parameters()))
+            micro_batches = [(texts[part], targets[part]) for part in numbers.tensor_split(parts)]
+            with torch.no_grad():
+                outputs = model[2](model[0](texts[numbers]))
+                seen.loss.append(
+                    cross_entropy(outputs.flatten(0, 1), targets[numbers].flatten()).item()
+                )
+            with remembered(optimizer, seen, model):
+                step(replica, optimizer, micro_batches)
+            seen.after.append(lesson.vector(model.parameters()))
+            seen.texts.append(numbers.tolist())
+            seen.sent.append(now["sent"])
+            seen.dropped.append(now["dropped"])
+    return seen
+
+
+@contextlib.contextmanager
+def remembered(optimizer, seen, model):
+    """Add the gradient with which the optimizer makes its update to `seen`."""
+    handle = optimizer.register_step_pre_hook(
+        lambda *_: seen.gradient.append(lesson.vector(p.grad for p in model.parameters()))
+    )
+    yield
+    handle.remove()
+
+
+class Job(NamedTuple):
+    """What all ranks of a job have left behind."""
+
+    ranks: list  # a Rank for each rank
+    padded: bool
+    seed: int
+
+    def gradient_of_one_process(self, update):
+        """Return the gradient of all texts of this update, at rank 0's parameters before it."""
+        texts, targets = make_texts(self.seed, self.padded)
+        numbers = [number for rank in self.ranks for number in rank.texts[update]]
+        model = nn.Sequential(nn.Embedding(8, 5), nn.Linear(5, 8)).double()
+        nn.utils.vector_to_parameters(self.ranks[0].before[update], model.parameters())
+        cross_entropy(model(texts[numbers]).flatten(0, 1), targets[numbers].flatten()).backward()
+        return lesson.vector(p.grad for p in model.parameters())
+
+
+RIGHT = {"step": right_step, "start": right_start, "order": right_order}
+BUGS = {
+    1: {"step": job_1},
+    2: {"step": job_2},
+    3: {"step": job_3},
+    4: {"step": job_4},
+    5: {"start": job_5},
+    6: {"order": job_6},
+}
+
+
+def play_all(rank, world_size, numbers, seeds):
+    """Return {(job, seed): (what this rank did with the bug, what without)}."""
+    done = {}
+    for number, seed in itertools.product(numbers, seeds):
+        settings = RIGHT | ({"step": lesson.train_step} if number == 1 else {})
+        ways = settings | BUGS[number], settings
+        done[number, seed] = [
+            work(rank, world_size, seed, number == 1, number == 5, **w) for w in ways
+        ]
+    return done
+
+
+@functools.cache
+def jobs(nproc, seeds=(0, 1, 2)):
+    """Return {number: [(job with its bug, job without)]}, run on so many ranks."""
+    everyone = run(play_all, nproc, tuple(BUGS), seeds)
+    found = {number: [] for number in BUGS}
+    for number, seed in everyone[0]:
+        pairs = zip(*(theirs[number, seed] for theirs in everyone), strict=True)
+        found[number].append([Job(list(ranks), number == 1, seed) for ranks in pairs])
+    return found
+
+
+def check_number(number_of, *wanted):
+    """Return None if the number tells each of these jobs with its bug from the same without."""
+    for which in wanted:
+        values = {"with": [], "without": []}
+        for nproc in (2, 3):
+            for bug, cure in jobs(nproc)[which]:
+                values["with"].append(float(number_of(bug)))
+                values["without"].append(float(number_of(cure)))
+                if not values["with"][-1] - values["with"][-1] == 0 == values["without"][-1] * 0:
+                    return f"of job {which} it makes {values['with'][-1]}, which is no number"
+        bug, cure = values["with"], values["without"]
+        gap = max(min(bug) - max(cure), min(cure) - max(bug))
+        if not gap > 1e-9:
+            told = f"{min(bug):.3g} to {max(bug):.3g} with the bug"
+            told += f", {min(cure):.3g} to {max(cure):.3g} without"
+            return f"it does not tell job {which} from its cure: {told}, on 2 and 3 ranks"
+    return None
+
+
+# --- Tasks 3 to 6: which number tells? ---
+
+
+def off_from_one_process(job):
+    """Return how far the first gradient is from that of one process."""
+    return (job.ranks[0].gradient[0] - job.gradient_of_one_process(0)).abs().max()
+
+
+def ranks_apart(job):
+    """Return the largest difference of a parameter between two ranks, at the end."""
+    ends = torch.stack([rank.after[-1] for rank in job.ranks])
+    return (ends.amax(0) - ends.amin(0)).max()
+
+
+def equal_masks(job):
+    """Return the share of features about which ranks 0 and 1 agree, in the first micro-batch."""
+    zero, one = (rank.dropped[0][0] for rank in job.ranks[:2])
+    return sum(a == b for a, b in zip(zero, one, strict=False)) / min(len(zero), len(one))
+
+
+def equal_orders(job):
+    """Return how many texts come at the same place in both epochs, on rank 0."""
+    texts = job.ranks[0].texts
+    first, second = (list(itertools.chain(*epoch)) for epoch in (texts[:4], texts[4:]))
+    return sum(a == b for a, b in zip(first, second, strict=True))
+
+
+def check_jobs_1_and_2(number_of):
+    """Return None if one number tells jobs 1 and 2 from their cures, else a sentence."""
+    return check_number(number_of, 1, 2)
+
+
+def check_jobs_3_and_4(number_of):
+    """Return None if one number tells jobs 3 and 4 from their cures, else a sentence."""
+    return check_number(number_of, 3, 4)
+
+
+def check_job_5(number_of):
+    """Return None if the number tells job 5 from its cure, else a sentence."""
+    return check_number(number_of, 5)
+
+
+def check_job_6(number_of):
+    """Return None if the number tells job 6 from its cure, else a sentence."""
+    return check_number(number_of, 6)
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "weight_on_rank_0": (check_weight_on_rank_0, weight_on_rank_0),
+    "loss_for_backward": (check_loss_for_backward, loss_for_backward),
+    "jobs_1_and_2": (check_jobs_1_and_2, off_from_one_process),
+    "jobs_3_and_4": (check_jobs_3_and_4, ranks_apart),
+    "job_5": (check_job_5, equal_masks),
+    "job_6": (check_job_6, equal_orders),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
+    "weight_on_rank_0": (
+        "Divide one by the tokens of a rank: so much does a token count within its rank's mean. "
+        "Then compare the two ranks."
+    ),
     "loss_for_backward": (
-        "Start from the weight that the first section gives to uneven parts, times the mean over "
-        "this rank's rows. What cancels, so that a rank without rows makes no trouble, and what "
-        "must the ranks tell each other?"
+        "What must be the weight of each row, before DDP divides by the number of ranks? Ask what "
+        "the ranks must tell each other for it, and what a sum does on a rank without rows."
+    ),
+    "jobs_1_and_2": (
+        "The name of this lesson is the number that you need: how far from what? One update is "
+        "enough, the first."
+    ),
+    "jobs_3_and_4": (
+        "Which micro-batches has nobody averaged? Then each rank makes its update with another "
+        "gradient. What is no longer equal afterwards?"
+    ),
+    "job_5": (
+        "The gradients are averaged, and the ranks agree. Ask whether they agree in something in "
+        "which they should not."
+    ),
+    "job_6": (
+        "Each update is right by itself. Compare what one rank does in the second epoch with what "
+        "it did in the first."
     ),
 }

@@ -1,7 +1,9 @@
-"""Wrong answers to the task of lesson 10, each with what the check must say about it."""
+"""Wrong attempts at the tasks of lesson 10, and words that their verdict must contain."""
 
 import torch
 import torch.distributed as dist
+
+# --- Task 2 ---
 
 
 def plain_mean(losses):
@@ -12,31 +14,141 @@ def plain_sum(losses):
     return losses.sum()
 
 
-def forgets_the_ranks(losses):
-    rows = torch.tensor(float(len(losses)))
+def total_of(losses, dtype=torch.float64):
+    rows = torch.tensor(float(len(losses)), dtype=dtype)
     dist.all_reduce(rows)
-    return losses.sum() / rows
+    return rows
+
+
+def forgets_the_ranks(losses):
+    return losses.sum() / total_of(losses)
 
 
 def always_2_ranks(losses):
-    return forgets_the_ranks(losses) * 2
+    return losses.sum() * 2 / total_of(losses)
+
+
+def cached(losses):
+    if not hasattr(cached, "total"):
+        cached.total = total_of(losses)
+    return losses.sum() * dist.get_world_size() / cached.total
+
+
+def in_bfloat16(losses):
+    return losses.sum() * dist.get_world_size() / total_of(losses, torch.bfloat16).double()
 
 
 def no_tensor(losses):
-    return losses.mean().item()
+    return losses.sum().item()
 
 
 def detached(losses):
-    return losses.mean().detach()
+    return losses.sum().detach()
 
 
+# --- Tasks 3 to 6 ---
+
+
+def constant(job):
+    return 1.0
+
+
+def last_loss(job):
+    return job.ranks[0].loss[-1]
+
+
+def fallen(job):
+    return job.ranks[0].loss[0] - job.ranks[0].loss[-1]
+
+
+def norm(job):
+    return job.ranks[0].gradient[0].norm()
+
+
+def length_of_the_step(job):
+    return (job.ranks[0].after[0] - job.ranks[0].before[0]).norm()
+
+
+def all_bytes(job):
+    return sum(job.ranks[0].sent[0])
+
+
+def gradients_apart(job):
+    return (job.ranks[0].gradient[0] - job.ranks[1].gradient[0]).abs().max()
+
+
+def off_in_the_first_step(job):
+    return (job.ranks[0].gradient[0] - job.gradient_of_one_process(0)).abs().max()
+
+
+def shared_texts(job):
+    return len(set(job.ranks[0].texts[0]) & set(job.ranks[1].texts[0]))
+
+
+def no_number(job):
+    return torch.nan
+
+
+TELLS_NOT = "it does not tell job "
 WRONG = {
+    "weight_on_rank_0": {
+        "equal": (1, "one count for all ranks"),
+        "the other way round": (80 / 120, "which rank has fewer tokens"),
+        "by the number of micro-batches": (3 / 2 + 0.1, "each rank's mean counts one half"),
+    },
     "loss_for_backward": {
         "the mean of its own rows": (plain_mean, "with parts of [1, 4] rows"),
         "the sum of its own rows": (plain_sum, "with parts of [6, 6] rows"),
         "forgets that an average follows": (forgets_the_ranks, "with parts of [6, 6] rows"),
         "2 ranks, always": (always_2_ranks, "with parts of [6, 6, 6] rows"),
+        "counted once": (cached, "with parts of [1, 4] rows"),
+        "counted in bfloat16": (in_bfloat16, "with parts of [257, 357] rows"),
         "no tensor": (no_tensor, "what you return must be a tensor"),
         "without its graph": (detached, "what you return must be a tensor"),
-    }
+    },
+    "jobs_1_and_2": {
+        "always the same": (constant, f"{TELLS_NOT}1"),
+        "the last loss": (last_loss, f"{TELLS_NOT}1"),
+        "how far the loss has fallen": (fallen, f"{TELLS_NOT}1"),
+        "the norm of the gradient": (norm, f"{TELLS_NOT}1"),
+        "the length of the update": (length_of_the_step, f"{TELLS_NOT}1"),
+        "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}1"),
+        "bytes": (all_bytes, f"{TELLS_NOT}1"),
+        "no number": (no_number, "which is no number"),
+    },
+    "jobs_3_and_4": {
+        "the last loss": (last_loss, f"{TELLS_NOT}3"),
+        "bytes of an update": (all_bytes, f"{TELLS_NOT}3"),
+        "the norm of the gradient": (norm, f"{TELLS_NOT}3"),
+    },
+    "job_5": {
+        "the last loss": (last_loss, f"{TELLS_NOT}5"),
+        "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}5"),
+        "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}5"),
+        "the norm of the gradient": (norm, f"{TELLS_NOT}5"),
+    },
+    "job_6": {
+        "the last loss": (last_loss, f"{TELLS_NOT}6"),
+        "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}6"),
+        "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}6"),
+        "texts that two ranks share": (shared_texts, f"{TELLS_NOT}6"),
+    },
 }
+
+
+# Other right answers.
+
+
+def mean_with_weight(losses):  # the mean of no rows is nan, but its gradient is 0
+    return losses.mean() * len(losses) * dist.get_world_size() / total_of(losses)
+
+
+def apart(job):
+    return max((rank.after[-1] - job.ranks[0].after[-1]).abs().max() for rank in job.ranks)
+
+
+def who_sends(job):
+    return job.ranks[0].sent[0].index(max(job.ranks[0].sent[0]))
+
+
+RIGHT = {"loss_for_backward": [mean_with_weight], "jobs_3_and_4": [apart, who_sends]}
