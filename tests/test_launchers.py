@@ -122,8 +122,8 @@ WORK = {
     lesson.paddle = SimpleNamespace(distributed=SimpleNamespace(init_parallel_env=wait))
     os.environ["PADDLE_TRAINER_ID"] = "0"
     lesson.worker(None, None, False)""",
-    "09": """
-    import lesson_09_batch_norm as lesson
+    "10": """
+    import lesson_10_same_as_one_process as lesson
     lesson.setup = wait
     lesson.run(0, None, SimpleNamespace(nproc=2, folder="."))""",
 }
@@ -305,16 +305,16 @@ def test_lesson_03_leaves_nobody(start):
 
 
 @LINUX
-def test_lessons_09_to_11_leave_nobody(start):
+def test_lessons_10_and_11_leave_nobody(start):
     """They start their ranks by the same two functions, to the letter."""
 
     def have_met(job):
         ranks = job.spawned()
         return len(ranks) == 2 and all(rank.net_connections("tcp") for rank in ranks)
 
-    copies = {number: functions(number, "launch_job", "run") for number in ("09", "10", "11")}
-    assert copies["09"] == copies["10"] == copies["11"]
-    job = start(["bash", ROOT / "scripts" / "lesson_09.sh", "--steps=1000000"], have_met)
+    copies = {number: functions(number, "launch_job", "run") for number in ("10", "11")}
+    assert copies["10"] == copies["11"]
+    job = start(["bash", ROOT / "scripts" / "lesson_10.sh", "--steps=1000000"], have_met)
     job.process.kill()
     assert job.end() == (-9, [], [], [])
 
@@ -621,7 +621,7 @@ SAID = {
 
 
 @pytest.mark.claim("B7")
-@pytest.mark.parametrize("number", ["03", "09", "10", "11"])
+@pytest.mark.parametrize("number", ["03", "10", "11"])
 @pytest.mark.parametrize("error", [mp.ProcessRaisedException, mp.ProcessExitedException])
 def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, number, error):
     """Recorded errors; for real, below, mp.spawn raises them for the right rank."""
@@ -648,7 +648,7 @@ def fail_in_03(rank, world_size, device):
     fail_on_rank_1(rank, "is killed")
 
 
-def fail_in_09(cfg):
+def fail_in_10(cfg):
     fail_on_rank_1(dist.get_rank(), "raises")
 
 
@@ -658,8 +658,8 @@ def fail_in_09(cfg):
     [
         ("03", (fail_in_03, 2), mp.ProcessExitedException, "terminated with signal SIGKILL"),
         (
-            "09",
-            (SimpleNamespace(nproc=2), fail_in_09),
+            "10",
+            (SimpleNamespace(nproc=2), fail_in_10),
             mp.ProcessRaisedException,
             "ValueError: no such row",
         ),
