@@ -118,7 +118,7 @@ def train(model, batches):
 
     Parts of a batch may have different sizes; all ranks have as many of them.
     """
-    # Buffers stay equal by themselves. (Older versions: broadcast_buffers, with more side effects.)
+    # Buffers begin and stay equal: none is sent. (The switch's older name is broadcast_buffers.)
     replica = DistributedDataParallel(model, forward_sync_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for rows, targets in batches:

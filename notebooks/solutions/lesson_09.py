@@ -233,7 +233,7 @@ HINTS = {
         "a rank know of them, and by what must the total be divided?"
     ),
     "forwards_that_send": (
-        "Only two of the three conditions can be false here, and one of them never is. Note what "
-        "each forward leaves behind for the next one."
+        "Two of the three conditions hold before all ten forwards. For the other one, write down "
+        "what each forward leaves behind for the next."
     ),
 }
