@@ -12,6 +12,7 @@ from breaks import check_breaks
 from conftest import ROOT, run_lesson, run_warm
 from nbtools import run
 from nbtools.record import Wire
+from solutions.lesson_09 import forwards_that_send
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -181,6 +182,12 @@ def behave(rank, world_size):
     with Wire() as wire:
         layer.eval()(rows)
     said["evaluation"] = wire.calls
+    for steps in (2, 4):
+        toy, targets, _ = lesson.make_toy(0)
+        with Wire() as wire:
+            model = lesson.make_model(lesson.SynchronisedBatchNorm, 0)
+            lesson.train(model, [(toy, targets)] * steps)
+        said[steps] = [call.name for call in wire.calls].count("broadcast")
     try:
         lesson.NormaliseOverRanks.apply(rows[: rank == 1], 1e-5)
     except ValueError as error:
@@ -209,7 +216,7 @@ def test_what_the_layer_sends_and_refuses(nproc):
         names = [name for name, _ in said["inner"]]
         assert names == ["allgather", "allreduce"] and said["inner"][1] == ("allreduce", 8)
         assert said["inner"][:1] == said["first"]  # raw inputs need no gradient
-        assert said["evaluation"] == []
+        assert said["evaluation"] == [] and said[2] == said[4]  # buffers go once, when wrapping
         assert "more than 1 value per channel on all ranks" in said["one row"]
         assert "once_differentiable" in said["gradient of the gradient"]
         assert said["half"] == (torch.bfloat16, torch.bfloat16)
@@ -222,7 +229,9 @@ def test_what_the_layer_sends_and_refuses(nproc):
 
 # --- DDP and buffers ---
 
-KINDS = ["usual", "no_grad", "no_grad", "usual", "usual", "no_sync", "usual", "usual"]
+EPOCH = ["usual"] * 3 + ["no_grad"] * 2
+KINDS = [*EPOCH, *EPOCH, "no_sync", "usual", "usual"]
+SENT = [True] * 4 + [False, False] + [True] * 3 + [False] * 3 + [True]
 
 
 def buffers_sent(rank, world_size):
@@ -251,8 +260,9 @@ def buffers_sent(rank, world_size):
 @pytest.mark.claim("A7")
 def test_when_ddp_sends_buffers():
     """Not after a forward without gradients or in no_sync; and what the two switches do."""
+    assert sum(SENT[:10]) == forwards_that_send  # the task of the notebook
     for rank, (usual, ours, old) in enumerate(run(buffers_sent, 2)):
-        assert usual == ([True, True, False, False, True, True, False, True], 0.0, [])
-        assert ours == ([False] * 8, 0.0, [])  # only when wrapping
-        assert old[:2] == ([False] * 8, float(rank))
+        assert usual == (SENT, 0.0, [])
+        assert ours == ([False] * 13, 0.0, [])  # only when wrapping
+        assert old[:2] == ([False] * 13, float(rank))
         assert len(old[2]) == 1 and "forward_sync_buffers" in old[2][0]
