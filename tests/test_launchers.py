@@ -122,10 +122,6 @@ WORK = {
     lesson.paddle = SimpleNamespace(distributed=SimpleNamespace(init_parallel_env=wait))
     os.environ["PADDLE_TRAINER_ID"] = "0"
     lesson.worker(None, None, False)""",
-    "09": """
-    import lesson_09_batch_norm as lesson
-    lesson.setup = wait
-    lesson.run(0, None, SimpleNamespace(nproc=2, folder="."))""",
 }
 
 
@@ -304,30 +300,8 @@ def test_lesson_03_leaves_nobody(start):
     assert (code, left, files) == (-9, [], [])
 
 
-@LINUX
-def test_lessons_09_and_11_leave_nobody(start):
-    """They start their ranks by the same two functions, to the letter."""
-
-    def have_met(job):
-        ranks = job.spawned()
-        return len(ranks) == 2 and all(rank.net_connections("tcp") for rank in ranks)
-
-    copies = {number: functions(number, "launch_job", "run") for number in ("09", "11")}
-    assert copies["09"] == copies["11"]
-    job = start(["bash", ROOT / "scripts" / "lesson_09.sh", "--steps=1000000"], have_met)
-    job.process.kill()
-    assert job.end() == (-9, [], [], [])
-
-
 def script_of(number):
     return lessons.find(number).script
-
-
-def functions(number, *names):
-    """Return the source of these functions of a lesson's script."""
-    source = script_of(number).read_text()
-    defined = {node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
-    return [ast.get_source_segment(source, defined[name]) for name in names]
 
 
 @LINUX
@@ -621,21 +595,20 @@ SAID = {
 
 
 @pytest.mark.claim("B7")
-@pytest.mark.parametrize("number", ["03", "09", "11"])
 @pytest.mark.parametrize("error", [mp.ProcessRaisedException, mp.ProcessExitedException])
-def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, number, error):
+def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, error):
     """Recorded errors; for real, below, mp.spawn raises them for the right rank."""
-    lesson = importlib.import_module(script_of(number).stem)
+    lesson = importlib.import_module(script_of("03").stem)
     text = list(SAID)[error is mp.ProcessExitedException]
     more = {"signal_name": "SIGKILL", "exit_code": -9} if "SIGKILL" in text else {}
     launch_job = mock.Mock(side_effect=error(text, error_index=1, error_pid=0, **more))
     monkeypatch.setattr(lesson, "launch_job", launch_job)
     with pytest.raises(SystemExit) as stop:
-        lesson.main(lesson.parse_args([]) if number == "03" else [])
+        lesson.main(lesson.parse_args([]))
     assert stop.value.code.splitlines()[-1] == f"rank 1 failed: {SAID[text]}"
 
 
-def fail_on_rank_1(rank, how):
+def fail_on_rank_1(rank, world_size, device, how):
     """Be a rank of a job in which rank 1 fails and the others wait for it."""
     if rank == 1 and how == "raises":
         raise ValueError("no such row")
@@ -644,32 +617,19 @@ def fail_on_rank_1(rank, how):
     dist.barrier()
 
 
-def fail_in_03(rank, world_size, device):
-    fail_on_rank_1(rank, "is killed")
-
-
-def fail_in_09(cfg):
-    fail_on_rank_1(dist.get_rank(), "raises")
-
-
 @pytest.mark.claim("B7")
 @pytest.mark.parametrize(
-    "number, arguments, error, line",
+    "how, error, line",
     [
-        ("03", (fail_in_03, 2), mp.ProcessExitedException, "terminated with signal SIGKILL"),
-        (
-            "09",
-            (SimpleNamespace(nproc=2), fail_in_09),
-            mp.ProcessRaisedException,
-            "ValueError: no such row",
-        ),
+        ("is killed", mp.ProcessExitedException, "terminated with signal SIGKILL"),
+        ("raises", mp.ProcessRaisedException, "ValueError: no such row"),
     ],
 )
-def test_a_spawned_rank_that_fails_ends_the_job(number, arguments, error, line):
-    lesson = importlib.import_module(script_of(number).stem)
+def test_a_spawned_rank_that_fails_ends_the_job(how, error, line):
+    lesson = importlib.import_module(script_of("03").stem)
     start = time.monotonic()
     with pytest.raises(error) as raised:
-        lesson.launch_job(*arguments)
+        lesson.launch_job(fail_on_rank_1, 2, how)
     assert raised.value.error_index == 1 and line in str(raised.value).splitlines()[-1]
     assert time.monotonic() - start < 100  # the group's own timeout is two minutes
     family = psutil.Process().children(recursive=True)

@@ -1,87 +1,239 @@
-"""The exercise of lesson 09: mean and variance of the images of all ranks."""
+"""Solutions of the tasks of lesson 09, and their checks."""
 
 import torch
 import torch.distributed as dist
-from nbtools import run
+from nbtools import RankFailed, run
 from nbtools.record import Wire
+from torch import nn
+
+# --- Task 1: predict ---
+
+variance_of_all_rows = (
+    16.5  # (6 * 3 + 18 * 5) / 24 within the parts, (6 * 36 + 18 * 4) / 24 between
+)
 
 
-def solution(rank, world_size, images):
-    """Return mean (C,) and variance (C,) of the images (n, C, h, w) of all ranks (claim A7)."""
-    channels = images.transpose(0, 1).flatten(1)  # one row for each channel
-    sums = torch.cat([channels.sum(1), channels.new_tensor([channels.shape[1]])])
-    dist.all_reduce(sums)  # C + 1 numbers: the sums, and how many values were added up
-    count = sums[-1]
-    mean = sums[:-1] / count
-    squares = (channels - mean[:, None]).square().sum(1)
-    dist.all_reduce(squares)  # C numbers
-    return mean, squares / count
+def check_variance_of_all_rows(guess):
+    """Return None if `guess` is right, else a hint."""
+    if abs(guess - variance_of_all_rows) < 0.05:
+        return None
+    if abs(guess - 4.5) < 0.05 or abs(guess - 4) < 0.05:
+        return "that is the spread within the parts; but their means lie apart, too"
+    if abs(guess - 20) < 0.05:
+        return "that would be right for parts of one size"
+    return "how far is a row from the mean of all 24, on average, squared?"
 
 
-def make_parts(nproc, first, offset, dtype, size):
+# --- Task 2: build ---
+
+
+def statistics_of_all_images(rank, world_size, images):
+    """Return mean (C,) and variance (C,) of the images (n, C, h, w) of all ranks.
+
+    Each rank hands in its own mean, squared distances from it, and count: 2C + 1 numbers.
+    """
+    values = images.transpose(0, 1).flatten(1)  # one row for each channel
+    count = values.shape[1]
+    mean = values.sum(1) / max(count, 1)
+    squares = (values - mean[:, None]).square().sum(1)
+    own = torch.cat([mean, squares, values.new_tensor([count])])
+    everyone = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(everyone, own)
+    means, squares, counts = torch.stack(everyone).tensor_split((len(mean), -1), dim=1)
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    return mean, (squares + counts * (means - mean).square()).sum(0) / count
+
+
+# Name: (images on rank 0, means of the channels, type, height and width, tolerance).
+CASES = {
+    "parts of different sizes": (2, (0, 1, 2), torch.float64, (4, 2), 1e-10),
+    "no image on rank 0": (0, (0, 1, 2), torch.float64, (3, 5), 1e-10),
+    "no image on the last rank": (-1, (0, 1, 2), torch.float64, (3, 5), 1e-10),
+    "float32, and channel means of 0, 3,000 and -7,000": (
+        2,
+        (0, 3e3, -7e3),
+        torch.float32,
+        (4, 2),
+        5e-3,
+    ),
+    "float64, and channel means of 0, 100 million and -300 million": (
+        2,
+        (0, 1e8, -3e8),
+        torch.float64,
+        (4, 2),
+        1e-3,
+    ),
+}
+
+
+def make_parts(nproc, first, means, dtype, size):
     """Return `nproc` parts (n, 3, *size) of a batch: `first` images on rank 0, then 3, 5, 7 ..."""
     generator = torch.Generator().manual_seed(9)
     sizes = [first] + [2 * rank + 1 for rank in range(1, nproc)]
+    if first < 0:
+        sizes = [*range(2, nproc + 1), 0]
     images = torch.randn(sum(sizes), 3, *size, generator=generator, dtype=torch.float64)
     images *= torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
     images += torch.arange(len(images)).view(-1, 1, 1, 1) / len(images)  # the parts' means differ
-    return list((images + offset).to(dtype).split(sizes))
+    images += torch.tensor(means, dtype=torch.float64).view(3, 1, 1)
+    return list(images.to(dtype).split(sizes))
 
 
-def examine(rank, world_size, attempt, parts):
-    """Run the attempt on this rank's part; return its answer, and what it handed to collectives."""
-    with Wire() as wire:
-        answer = attempt(rank, world_size, parts[rank].clone())
-    return answer, [call.name for call in wire.calls], sum(call.numbers for call in wire.calls)
+def examine_images(rank, world_size, attempt, batches):
+    """Call the attempt for this rank's part of each batch; return answers, and bytes handed in."""
+    found = []
+    for parts in batches:
+        with Wire() as wire:
+            answer = attempt(rank, world_size, parts[rank].clone())
+        found.append((answer, sum(call.nbytes for call in wire.calls)))
+    return found
 
 
-def check(attempt, nprocs=(2, 3)):
-    """Return None if the attempt is right, else one sentence about what is wrong."""
-    problems = (check_ranks(attempt, nproc) for nproc in nprocs)
-    return next(filter(None, problems), None)
-
-
-def check_ranks(attempt, nproc):
-    """Return None if the attempt is right on so many ranks, else what is wrong."""
-    cases = [
-        (2, 0.0, torch.float64, (4, 2), 1e-10, "parts of different sizes"),
-        (0 if nproc > 1 else 1, 0.0, torch.float64, (3, 5), 1e-10, "no image on rank 0"),
-        (2, 1e3, torch.float32, (4, 2), 1e-3, "float32, and a mean near 1000"),
-        (2, 1e8, torch.float64, (4, 2), 1e-3, "float64, and a mean near 100 million"),
-    ]
-    for first, offset, dtype, size, tolerance, words in cases:
-        parts = make_parts(nproc, first, offset, dtype, size)
-        whole = torch.cat(parts).double().transpose(0, 1).flatten(1)
-        wanted = whole.mean(1), whole.var(1, correction=0)
-        place = f"with {words}, on {nproc} rank{'s' * (nproc > 1)},"
-        found = run(examine, nproc, attempt, parts, deadline=60)
-        for rank, (answer, calls, numbers) in enumerate(found):
-            if not isinstance(answer, tuple) or len(answer) != 2:
-                return f"{place} rank {rank} returned {type(answer).__name__}, not two tensors"
-            for name, ours, right in zip(("mean", "variance"), answer, wanted, strict=True):
-                if not isinstance(ours, torch.Tensor) or ours.shape != (3,):
-                    return f"{place} the {name} of rank {rank} is not a tensor of 3 numbers"
-                if ours.dtype != dtype:
-                    return (
-                        f"{place} the {name} of rank {rank} is {ours.dtype}, the images are {dtype}"
-                    )
-                off = ((ours - right).abs() / right.abs().clamp(min=1)).max().item()
-                if not off <= tolerance:
-                    return f"{place} the {name} of rank {rank} is off by {off:.2g}"
-            if set(calls) - {"allreduce"} or numbers > 20:
-                called = " and ".join(sorted(set(calls)))
-                return f"{place} rank {rank} handed {numbers} numbers to {called}: send sums only"
+def check_statistics_of_all_images(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    for nproc in (2, 3):
+        batches = [make_parts(nproc, *case[:-1]) for case in CASES.values()]
+        try:
+            found = run(examine_images, nproc, attempt, batches, deadline=60)
+        except RankFailed as error:
+            return f"on {nproc} ranks: {error}"
+        for number, name in enumerate(CASES):
+            for rank, answers in enumerate(found):
+                answer, _ = answers[number]
+                problem = wrong_in_statistics(answer, batches[number], CASES[name][-1])
+                if problem:
+                    return f"with {name}, on {nproc} ranks, rank {rank} {problem}"
+        sizes = [parts[0].element_size() for parts in batches]
+        sent = [sent for answers in found for _, sent in answers]
+        most = max(one / size for one, size in zip(sent, sizes * nproc, strict=True))
+        if most > 7:
+            return f"a rank hands in as many bytes as {most:.0f} numbers have; 7 numbers are enough"
     return None
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"statistics_of_all_images": (check, solution)}
+def wrong_in_statistics(answer, parts, tolerance):
+    """Return what is wrong with one rank's answer, or None."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        return f"returned {type(answer).__name__}, not two tensors"
+    whole = torch.cat(parts).double().transpose(0, 1).flatten(1)
+    wanted = {"mean": whole.mean(1), "variance": whole.var(1, correction=0)}
+    for ours, (name, right) in zip(answer, wanted.items(), strict=True):
+        if not isinstance(ours, torch.Tensor) or ours.shape != (3,):
+            return f"has a {name} that is not a tensor of 3 numbers"
+        if ours.dtype != parts[0].dtype:
+            return f"has a {name} in {ours.dtype}, and images in {parts[0].dtype}"
+        off = ((ours - right).abs() / right.abs().clamp(min=1)).max().item()
+        if not off <= tolerance:
+            return f"has a {name} that is off by {off:.2g}"
+    return None
+
+
+# --- Task 3: repair ---
+
+
+def gradient_of_the_rows(rank, world_size, gradient, normalised, scale, count):
+    """Return the gradient (n, C) of this rank's rows, from that of its normalised rows."""
+    sums = torch.stack([gradient.sum(0), (gradient * normalised).sum(0)])
+    dist.all_reduce(sums)
+    through_mean, through_variance = sums / count
+    return scale * (gradient - through_mean - normalised * through_variance)
+
+
+def examine_gradient(rank, world_size, attempt, sizes_by_case):
+    """Return for each case how far the answer is from one process's, bytes, and damage."""
+    found = []
+    for sizes in sizes_by_case:
+        rows, gradient = torch.randn(
+            2, sum(sizes), 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
+        layer = nn.BatchNorm1d(4, affine=False, dtype=torch.float64)
+        inputs = (rows * 3).requires_grad_()
+        outputs = layer(inputs)
+        (right,) = torch.autograd.grad(outputs, inputs, gradient)
+        scale = (inputs.detach().var(0, correction=0) + layer.eps).rsqrt()
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        given = gradient[mine].clone(), outputs.detach()[mine].clone(), scale
+        with Wire() as wire:
+            answer = attempt(rank, world_size, *given, sum(sizes))
+        damage = (given[0] - gradient[mine]).any() or (given[1] - outputs[mine]).any()
+        sent = sum(call.nbytes for call in wire.calls)
+        found.append((compare(answer, right[mine]), sent, bool(damage)))
+    return found
+
+
+def compare(answer, right):
+    """Return how far an answer is from the right one, or a sentence."""
+    if not isinstance(answer, torch.Tensor):
+        return f"returned {type(answer).__name__}, not a tensor"
+    if answer.shape != right.shape:
+        return f"returned {list(answer.shape)} numbers for {list(right.shape)} rows and channels"
+    return (answer - right).abs().sum().item()
+
+
+def check_gradient_of_the_rows(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    for nproc in (2, 3):
+        sizes = [[3, 9, 4][:nproc], [5] * nproc, [0, 6, 7][:nproc], [6, 7, 0][-nproc:]]
+        try:
+            found = run(examine_gradient, nproc, attempt, sizes, deadline=60)
+        except RankFailed as error:
+            return f"on {nproc} ranks: {error}"
+        for number, parts in enumerate(sizes):
+            for rank, answers in enumerate(found):
+                off, sent, damage = answers[number]
+                place = f"with {parts} rows, rank {rank}"
+                if isinstance(off, str):
+                    return f"{place} {off}"
+                if not off < 1e-10:
+                    return f"{place} is off by {off:.2g} in all: whose loss depends on its rows?"
+                if sent > 64:
+                    return f"{place} hands in {sent} bytes; for 4 channels 64 are enough"
+                if damage:
+                    return f"{place} changes what it was given, and autograd may still need it"
+    return None
+
+
+# --- Task 4: predict ---
+
+forwards_that_send = 7  # yes yes yes, yes no, no yes yes, yes no
+
+
+def check_forwards_that_send(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == forwards_that_send:
+        return None
+    if guess == 10:
+        return "not each forward: what does the forward before leave behind?"
+    if guess == 6:
+        return "it does not depend on what a forward is itself, but on the one before it"
+    return "write a list of the ten, and ask for each: had the one before it gradients?"
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "variance_of_all_rows": (check_variance_of_all_rows, variance_of_all_rows),
+    "statistics_of_all_images": (check_statistics_of_all_images, statistics_of_all_images),
+    "gradient_of_the_rows": (check_gradient_of_the_rows, gradient_of_the_rows),
+    "forwards_that_send": (check_forwards_that_send, forwards_that_send),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
+    "variance_of_all_rows": (
+        "First the mean of all rows: the larger part counts more. A row's squared distance from it "
+        "has two parts, the distance within its own part, and that of its part's mean."
+    ),
     "statistics_of_all_images": (
-        "`batch_statistics` does it for rows, in two passes so that a large mean costs no "
-        "digits. What plays the part of its rows if every pixel is a value of its channel, and "
-        "what must then be counted?"
+        "Each pixel is a value of its channel. Which numbers of a part, at least, let you "
+        "compute mean and variance of all, as in task 1? What is a mean of nothing?"
+    ),
+    "gradient_of_the_rows": (
+        "Both means in the formula run over the rows of the whole batch. Which two sums does "
+        "a rank know of them, and by what must the total be divided?"
+    ),
+    "forwards_that_send": (
+        "Two of the three conditions hold before all ten forwards. For the other one, write down "
+        "what each forward leaves behind for the next."
     ),
 }

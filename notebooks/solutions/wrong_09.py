@@ -1,8 +1,10 @@
-"""Wrong answers to the task of lesson 09, each with what the check must say about it."""
+"""Wrong attempts at the tasks of lesson 09, and words that their verdict must contain."""
 
 import torch
 import torch.distributed as dist
-from solutions.lesson_09 import solution
+from solutions.lesson_09 import gradient_of_the_rows, statistics_of_all_images
+
+# --- Task 2 ---
 
 
 def by_channel(images):
@@ -20,38 +22,44 @@ def mean_of_means(rank, world_size, images):
     return mean / world_size, variance / world_size
 
 
-def mean_of_variances(rank, world_size, images):
-    mean, _ = solution(rank, world_size, images)
-    numbers = by_channel(images)
-    sums = torch.cat([(numbers - numbers.mean(1, True)).square().sum(1), numbers.new_tensor([0.0])])
-    sums[-1] = numbers.shape[1]
-    dist.all_reduce(sums.nan_to_num_())
-    return mean, sums[:-1] / sums[-1]
-
-
-def one_pass(rank, world_size, images):
-    numbers = by_channel(images)
-    sums = torch.stack([numbers.sum(1), numbers.square().sum(1), numbers.new_ones(3)])
-    sums[2] = numbers.shape[1]
+def two_sums(rank, world_size, images):
+    """C + 1 numbers, then C: as few, with one more wait."""
+    values = by_channel(images)
+    sums = torch.cat([values.sum(1), values.new_tensor([values.shape[1]])])
     dist.all_reduce(sums)
-    mean = sums[0] / sums[2]
-    return mean, sums[1] / sums[2] - mean**2
+    mean = sums[:-1] / sums[-1]
+    squares = (values - mean[:, None]).square().sum(1)
+    dist.all_reduce(squares)
+    return mean, squares / sums[-1]
 
 
-def one_pass_in_float64(rank, world_size, images):
-    return one_pass(rank, world_size, images.double())
+def mean_of_variances(rank, world_size, images):
+    values = by_channel(images)
+    squares = (values - values.sum(1, True) / max(values.shape[1], 1)).square().sum(1)
+    sums = torch.cat([values.sum(1), squares, values.new_tensor([values.shape[1]])])
+    dist.all_reduce(sums)
+    return sums[:3] / sums[6], sums[3:6] / sums[6]
+
+
+def one_pass(rank, world_size, images, shift=0.0):
+    values = by_channel(images) - shift
+    count = values.new_tensor([values.shape[1]])
+    sums = torch.cat([values.sum(1), values.square().sum(1), count])
+    dist.all_reduce(sums)
+    mean = sums[:3] / sums[6]
+    return mean + shift, sums[3:6] / sums[6] - mean**2
+
+
+def shifted_by_channel_0(rank, world_size, images):
+    shift = by_channel(images).sum(1)[0] / max(by_channel(images).shape[1], 1)
+    shift = shift.reshape(1)
+    dist.broadcast(shift, world_size - 1)
+    return one_pass(rank, world_size, images, shift)
 
 
 def one_pass_in_float64_and_back(rank, world_size, images):
     mean, variance = one_pass(rank, world_size, images.double())
     return mean.to(images.dtype), variance.to(images.dtype)
-
-
-def eight_numbers_in_an_image(rank, world_size, images):
-    if rank:
-        return solution(rank, world_size, images)
-    mean, variance = solution(rank, world_size, images)
-    return mean * (images.shape[2] * images.shape[3] / 8), variance
 
 
 def sends_the_images(rank, world_size, images):
@@ -62,77 +70,134 @@ def sends_the_images(rank, world_size, images):
 
 
 def counts_images(rank, world_size, images):
-    mean, variance = solution(rank, world_size, images)
-    return mean * 8, variance * 8
+    mean, variance = statistics_of_all_images(rank, world_size, images)
+    pixels = images.shape[2] * images.shape[3]
+    return mean * pixels, variance * pixels
 
 
 def unbiased(rank, world_size, images):
-    mean, variance = solution(rank, world_size, images)
+    mean, variance = statistics_of_all_images(rank, world_size, images)
     count = torch.tensor(by_channel(images).shape[1])
     dist.all_reduce(count)
     return mean, variance * count / (count - 1)
 
 
-def wrong_on_rank_1(rank, world_size, images):
-    mean, variance = solution(rank, world_size, images)
-    return mean + (rank == 1), variance
+def in_float64(rank, world_size, images):
+    return statistics_of_all_images(rank, world_size, images.double())
 
 
 def one_tensor(rank, world_size, images):
-    return torch.stack(solution(rank, world_size, images))
+    return torch.stack(statistics_of_all_images(rank, world_size, images))
 
 
-def numbers_of_images(rank, world_size, images):
-    mean, variance = solution(rank, world_size, images)
+def in_the_shape_of_images(rank, world_size, images):
+    mean, variance = statistics_of_all_images(rank, world_size, images)
     return mean.view(1, 3, 1, 1), variance
 
 
 def first_two_ranks(rank, world_size, images):
-    return solution(rank, world_size, images if rank < 2 else images[:0])
+    return statistics_of_all_images(rank, world_size, images if rank < 2 else images[:0])
 
+
+# --- Task 3 ---
+
+
+def as_given(rank, world_size, gradient, normalised, scale, count):
+    through_mean, through_variance = gradient.mean(0), (gradient * normalised).mean(0)
+    return scale * (gradient - through_mean - normalised * through_variance)
+
+
+def as_constants(rank, world_size, gradient, normalised, scale, count):
+    return scale * gradient
+
+
+def through_the_mean_only(rank, world_size, gradient, normalised, scale, count):
+    total = gradient.sum(0)
+    dist.all_reduce(total)
+    return scale * (gradient - total / count)
+
+
+def own_sums(rank, world_size, gradient, normalised, scale, count):
+    sums = gradient.sum(0), (gradient * normalised).sum(0)
+    return scale * (gradient - sums[0] / count - normalised * sums[1] / count)
+
+
+def mean_of_means_of_gradients(rank, world_size, gradient, normalised, scale, count):
+    own = max(len(gradient), 1)
+    sums = torch.stack([gradient.sum(0), (gradient * normalised).sum(0)]) / own
+    dist.all_reduce(sums, dist.ReduceOp.AVG)
+    return scale * (gradient - sums[0] - normalised * sums[1])
+
+
+def reduces_the_gradient(rank, world_size, gradient, normalised, scale, count):
+    answer = as_given(rank, world_size, gradient, normalised, scale, count)
+    total = answer.nan_to_num().sum(0)
+    dist.all_reduce(total)
+    return answer - total / count
+
+
+def sends_gradients(rank, world_size, gradient, normalised, scale, count):
+    parts = [None] * world_size
+    dist.all_gather_object(parts, (gradient, normalised))
+    gradients, rows = (torch.cat(part) for part in zip(*parts, strict=True))
+    sums = gradients.mean(0), (gradients * rows).mean(0)
+    return scale * (gradient - sums[0] - normalised * sums[1])
+
+
+def in_place(rank, world_size, gradient, normalised, scale, count):
+    sums = torch.stack([gradient.sum(0), (gradient * normalised).sum(0)]) / count
+    dist.all_reduce(sums)
+    return gradient.sub_(sums[0]).sub_(normalised * sums[1]).mul_(scale)
+
+
+def for_all_rows(rank, world_size, gradient, normalised, scale, count):
+    return gradient_of_the_rows(rank, world_size, gradient, normalised, scale, count).sum(0)
+
+
+RIGHT = {"statistics_of_all_images": [two_sums]}
+
+MEAN = "with parts of different sizes, on 2 ranks, rank 0 has a mean that is off by"
+VARIANCE = "with parts of different sizes, on 2 ranks, rank 0 has a variance that is off"
+CHANNELS = "with float32, and channel means of 0, 3,000 and -7,000, on 2 ranks, rank 0 has a var"
+FAR = "100 million and -300 million, on 2 ranks, rank 0 has a variance that is off"
+ROWS = "with [3, 9] rows, rank 0 is off by"
 
 WRONG = {
+    "variance_of_all_rows": {
+        "within the parts, weighted": (4.5, "their means lie apart"),
+        "within the parts": (4, "their means lie apart"),
+        "for equal parts": (20, "parts of one size"),
+        "something else": (12, "on average, squared"),
+    },
     "statistics_of_all_images": {
-        "its own part only": (
-            own_part_only,
-            "with parts of different sizes, on 2 ranks, the mean of rank 0 is off by",
-        ),
-        "the mean of the means": (
-            mean_of_means,
-            "with parts of different sizes, on 2 ranks, the mean of rank 0 is off by",
-        ),
-        "the mean of the variances": (
-            mean_of_variances,
-            "with parts of different sizes, on 2 ranks, the variance of rank 0 is off",
-        ),
-        "one pass": (
-            one_pass,
-            "with float32, and a mean near 1000, on 2 ranks, the variance of rank 0 is off by",
-        ),
-        "one pass in float64": (
-            one_pass_in_float64,
-            "the mean of rank 0 is torch.float64, the images are torch.float32",
-        ),
-        "one pass in float64, and back": (
-            one_pass_in_float64_and_back,
-            "with float64, and a mean near 100 million, on 2 ranks, the variance of rank 0 is off",
-        ),
-        "8 numbers in every image": (
-            eight_numbers_in_an_image,
-            "with no image on rank 0, on 2 ranks, the mean of rank 0 is off by",
-        ),
-        "sends the images": (sends_the_images, "to allgather: send sums only"),
-        "counts images, not numbers": (counts_images, "the mean of rank 0 is off by"),
-        "the unbiased variance": (unbiased, "the variance of rank 0 is off by"),
-        "wrong on rank 1": (wrong_on_rank_1, "the mean of rank 1 is off by"),
+        "its own part only": (own_part_only, MEAN),
+        "the mean of the means": (mean_of_means, MEAN),
+        "the mean of the variances": (mean_of_variances, VARIANCE),
+        "one pass": (one_pass, CHANNELS),
+        "one pass, shifted by channel 0's mean": (shifted_by_channel_0, CHANNELS),
+        "one pass in float64, and back": (one_pass_in_float64_and_back, FAR),
+        "sends the images": (sends_the_images, "7 numbers are enough"),
+        "counts images, not pixels": (counts_images, MEAN),
+        "the unbiased variance": (unbiased, VARIANCE),
+        "in float64": (in_float64, "has a mean in torch.float64, and images in torch.float32"),
         "one tensor": (one_tensor, "rank 0 returned Tensor, not two tensors"),
-        "a mean in the shape of the images": (
-            numbers_of_images,
-            "the mean of rank 0 is not a tensor of 3 numbers",
-        ),
-        "the first two ranks only": (
-            first_two_ranks,
-            "with parts of different sizes, on 3 ranks, the mean of rank 0 is off by",
-        ),
-    }
+        "in the shape of images": (in_the_shape_of_images, "not a tensor of 3 numbers"),
+        "the first two ranks only": (first_two_ranks, "on 3 ranks, rank 0 has a mean"),
+    },
+    "gradient_of_the_rows": {
+        "as it was given": (as_given, ROWS),
+        "mean and variance as constants": (as_constants, ROWS),
+        "through the mean only": (through_the_mean_only, ROWS),
+        "sums of its own rows": (own_sums, ROWS),
+        "the mean of the means": (mean_of_means_of_gradients, ROWS),
+        "reduces the result": (reduces_the_gradient, ROWS),
+        "sends all gradients": (sends_gradients, "for 4 channels 64 are enough"),
+        "in place": (in_place, "changes what it was given"),
+        "one gradient for all rows": (for_all_rows, "returned [4] numbers for [3, 4]"),
+    },
+    "forwards_that_send": {
+        "all": (10, "the forward before leave behind"),
+        "those in training": (6, "on the one before it"),
+        "another": (8, "write a list"),
+    },
 }
