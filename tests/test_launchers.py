@@ -4,7 +4,6 @@ What one way shares with another is tested in one place. All launchers go throug
 signals meet a tiny script; ranks of torchrun through rank.py, which needs no torch either.
 """
 
-import ast
 import contextlib
 import importlib
 import json
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
