@@ -48,7 +48,7 @@ def take_turns(works, rounds):
     mine = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
-            work()  # not counted: it fetches memory, opens connections, finds the fastest kernel
+            work()  # not counted: memory, connections, the fastest kernel
             wait_for_gpu()
             dist.barrier()
             wall, processor = time.perf_counter(), time.process_time()
@@ -404,7 +404,7 @@ def wrong_in_turns(turns, n, args):
     who = [(shape, rank, name) for rank in range(n) for shape in SHAPES for name in WAYS]
     told = [(turn["shape"], turn["rank"], turn["variant"]) for turn in turns]
     silent = [] if told == who else ["not every rank has told what it did"]
-    return silent + [*chain(*(wrong_in_turn(turn, args) for turn in turns))]
+    return [*silent, *chain(*(wrong_in_turn(turn, args) for turn in turns))]
 
 
 def wrong_in_turn(turn, args):
@@ -540,12 +540,12 @@ def main(args):
     numbers = {"lesson": 11, "world_size": n, "backend": dist.get_backend(), "device": device.type}
     wrong = wrong_in_clock(rank, n) + wrong_in_waiting(rank, n, device) + wrong_in_model()
     others = Others()
-    numbers["all_reduce"] = measure_sending(8 * args.steps, n, device)
+    numbers["all_reduce"] = measure_sending(4 * args.steps, n, device)
     link, errors, dishonest = wrong_in_test(numbers["all_reduce"])
     measured = {shape: measure(shape, args, place, alone) for shape in SHAPES}
     numbers |= {"others": others.cores(), "link": link, "errors": errors}
     turns = [*chain(*from_all_ranks([*chain(*(facts for _, facts, _ in measured.values()))]))]
-    wrong = [*chain(*from_all_ranks(wrong + dishonest))] + wrong_in_turns(turns, n, args)
+    wrong = [*chain(*from_all_ranks(wrong + dishonest)), *wrong_in_turns(turns, n, args)]
     silent, want = [times["silent"] for times, *_ in measured.values()], n * turns[0]["threads"]
     numbers["processor"], signs = signs_of_other_work(silent, numbers["others"], want)
     rows = [summarize(shape, t, buckets, link, n) for shape, (t, _, buckets) in measured.items()]
@@ -570,7 +570,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.usage = argparse.SUPPRESS  # an error is one line
     parser.allow_abbrev = False
-    parser.add_argument("--steps", type=whole(1, 10**6), default=5, help="rounds, %(default)s")
+    parser.add_argument("--steps", type=whole(1, 10**6), default=8, help="rounds, %(default)s")
     size = {"type": whole(1, 10**6), "default": 512}
     parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
