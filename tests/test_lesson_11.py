@@ -130,7 +130,7 @@ IDLE = rounds_of((0.1, 0.1), (0.1, 0.099))
         (IDLE, 0.05, 2, []),
         (IDLE, 3.0, 2, []),  # on 8 cores
         (rounds_of((0.1, 0.05), rounds=5), 0, 8, []),  # each may hope for half a core, of 4
-        (rounds_of((0.1, 0.1), (0.1, 0.05)), 0, 2, ["75% of their processor time"]),
+        (rounds_of((0.1, 0.1), (0.1, 0.05)), 0, 2, ["87% of their processor time"]),
         (IDLE, 6.5, 2, ["6.5 cores busy"]),
         (IDLE[:2] + rounds_of((0.2, 0.2), rounds=3), 0, 2, ["50% apart"]),
         (IDLE[:4], 0, 2, ["4 round(s) are too few"]),
