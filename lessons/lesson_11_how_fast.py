@@ -395,7 +395,9 @@ def wrong_in_test(times):
     with patch.dict(globals(), fit_link=lambda part: used.extend(part) or fit(part)):
         link, errors = fit_and_test(times)
     unseen = [t for t in times if tuple(t[:3]) not in {tuple(u) for u in used}]
+    ranks = [{n for n, *_ in points} for points in (times, used)]
     honest = len(unseen) >= len(SIZES) // 2 and errors[1] == factors(link, unseen)
+    honest = honest and (len(ranks[0]) == 1 or ranks[0] > ranks[1])  # a number of ranks is unseen
     return link, errors, [] if honest else ["the model is tested on what it was fitted to"]
 
 
