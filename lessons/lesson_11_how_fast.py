@@ -163,8 +163,11 @@ class Contest:
         self.share = [part.tensor_split(self.n)[self.rank] for part in self.batch]
         self.seen = {name: [] for name in WAYS}  # of each forward pass: (compute threads, rows)
         self.copied = {"parameters": 0, "gradients": 0}
-        self.models = {name: self.watched(name) for name in WAYS}
-        self.works = {name: self.make(name) for name in WAYS}
+        ours = WAYS if self.rank == 0 else BY_ALL
+        self.models = {name: self.watched(name) for name in ours}
+        self.works = {name: self.make(name) if name in ours else tuple for name in WAYS}
+        backward(self.whole, *self.batch, 1 / self.batch[1].numel())
+        self.right = gradient_of(self.whole)
 
     def watched(self, name):
         """Return a copy of the model whose forward passes are written down."""
@@ -179,8 +182,6 @@ class Contest:
     def make(self, name):
         """Return a function: one way to leave a gradient in the model of this name (E6)."""
         model, weight = self.models[name], 1 / self.batch[1].numel()
-        if self.rank > 0 and name not in BY_ALL:
-            return lambda: None
         if name == "DataParallel" and not self.batch[0].is_cuda:
             return data_parallel(model, *self.batch, self.n, self.copied)
         if name == "DataParallel":
@@ -196,30 +197,36 @@ class Contest:
     def count(self, name):
         """Return how many bytes this rank writes in a step, also to sockets; None without /proc."""
         self.copied.update(parameters=0, gradients=0)
-        before = bytes_written()
-        self.works[name]()
-        return None if before is None else bytes_written() - before
+        return written_by(self.works[name])
 
     def off(self, name):
         """Return how far the gradient is from that of one process, relative to that."""
-        if self.rank > 0 and name not in BY_ALL:
+        if name not in self.models:
             return 0.0
-        backward(self.whole, *self.batch, 1 / self.batch[1].numel())
-        worst = []
-        for ours, right in zip(
-            self.models[name].parameters(), self.whole.parameters(), strict=True
-        ):
-            gradient = ours.grad.clone()
-            if name in BY_ALL[:2]:
-                dist.all_reduce(gradient)  # each rank has the part of its rows
-            worst.append(((gradient - right.grad).norm() / right.grad.norm()).item())
-        return max(worst) if all(map(math.isfinite, worst)) else math.nan
+        gradient = gradient_of(self.models[name])
+        if name in BY_ALL[:2]:
+            dist.all_reduce(gradient)  # each rank has the part of its rows
+        off = ((gradient - self.right).norm() / self.right.norm()).item()
+        return off if math.isfinite(off) else math.nan
+
+
+def gradient_of(model):
+    """Return the gradient in a model as one vector; where there is none, nan."""
+    parts = [torch.full_like(p, math.nan) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def bytes_written():
     """Return how many bytes this process has written, also to sockets; None without /proc."""
     counts = Path("/proc/self/io")
     return int(counts.read_text().split()[3]) if counts.exists() else None
+
+
+def written_by(work):
+    """Call `work`; return how many bytes this process writes meanwhile."""
+    before = bytes_written()
+    work()
+    return None if before is None else bytes_written() - before
 
 
 def from_all_ranks(value):
@@ -238,7 +245,10 @@ def send(tensor, group=None):
 
 
 def measure_sending(rounds, world_size, device):
-    """Return [[n, bytes, median seconds, lower and upper quartile]] of all-reduces of n ranks."""
+    """Return [[n, bytes, median seconds, lower and upper quartile]] of all-reduces of n ranks.
+
+    Also, for each rank, how many bytes it has written in one of each: {(n, bytes): written}.
+    """
     workers = sorted({n for n in (2, 4, 8, 16, 32, world_size) if 1 < n <= world_size})
     works = {}
     for n in workers:
@@ -247,7 +257,8 @@ def measure_sending(rounds, world_size, device):
             tensor = torch.zeros(size // 4, device=device)
             works[n, size] = partial(send, tensor, group) if dist.get_rank() < n else tuple
     times = take_turns(works, rounds) if works else {}
-    return [[*key, *middle(slowest(times[key]))] for key in works]
+    counted = from_all_ranks({key: written_by(work) for key, work in works.items()})
+    return [[*key, *middle(slowest(times[key]))] for key in works], counted
 
 
 def middle(values):
@@ -364,11 +375,13 @@ def wrong_in_model():
     made_up = [[(*p, predict_all_reduce(link, *p)) for p in points] for link in links]
     found = [fit_link(times) for times in made_up]
     wrong = (torch.tensor(found) - torch.tensor(links)).abs().amax(0)  # per message, per byte
+    halves = [(2, 8, 1e-3), (2, 8, 4e-3)]  # by this link it would be 2e-3
     falling = fit_link([(2, size, 1e-3 - 1e-11 * size) for size in SIZES])
     rules = {
         "messages or bytes are not those of a ring": ring,
         f"of the links {links}, the fit finds {found}": (wrong < torch.tensor((1e-9, 1e-15))).all(),
         "a price is below 0": min(falling) == 0 < max(falling),
+        "twice as much is not as wrong as half": factors((1e-3, 0.0), halves) == [2, 2],
         "4 workers do not gain 2.67, or 4": predict_speedup(8, 2, 1) == (8 / 3, 4),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
@@ -385,6 +398,24 @@ def ring_by_hand(n):
             has[(rank + 1) % n][chunk] |= part
         messages += 1
     return messages, 8.0 * messages
+
+
+def wrong_in_sending(counted, on_cpu):
+    """Return what is wrong with the bytes of the all-reduces, by rank: a list of sentences.
+
+    gloo cuts what a step of the ring sends into two segments at least, of 1 MiB at most; each is
+    three writes, with 48 bytes of gloo's own.
+    """
+    wrong = []
+    if not (on_cpu and Path("/proc/self/io").exists()):
+        return wrong
+    for rank, counts in enumerate(counted):
+        for (n, size), written in counts.items():
+            steps, sent = all_reduce_cost(n, size) if rank < n else (0, 0)
+            sent += 3 * 48 * steps * max(2, math.ceil(size / n / 2**20))
+            if written is None or abs(written - sent) > 48:
+                wrong.append(f"rank {rank} of {n} writes {written} bytes of {size}, not {sent:.0f}")
+    return wrong[:1]
 
 
 def wrong_in_test(times):
@@ -542,7 +573,8 @@ def main(args):
     numbers = {"lesson": 11, "world_size": n, "backend": dist.get_backend(), "device": device.type}
     wrong = wrong_in_clock(rank, n) + wrong_in_waiting(rank, n, device) + wrong_in_model()
     others = Others()
-    numbers["all_reduce"] = measure_sending(4 * args.steps, n, device)
+    numbers["all_reduce"], counted = measure_sending(4 * args.steps, n, device)
+    wrong += wrong_in_sending(counted, device.type == "cpu")
     link, errors, dishonest = wrong_in_test(numbers["all_reduce"])
     measured = {shape: measure(shape, args, place, alone) for shape in SHAPES}
     numbers |= {"others": others.cores(), "link": link, "errors": errors}
