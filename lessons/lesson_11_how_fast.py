@@ -506,8 +506,8 @@ def signs_of_other_work(silent, others, ranks):
         signs.append(
             f"DISTURBED, quartiles of what they compute alone are {max(spreads):.0%} apart"
         )
-    if len(silent[0]) < ENOUGH:
-        signs.append(f"{len(silent[0])} round(s) are too few")
+    if min(map(len, silent)) < ENOUGH:
+        signs.append(f"{min(map(len, silent))} round(s) are too few")
     return share, signs
 
 
