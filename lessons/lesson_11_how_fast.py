@@ -1,98 +1,78 @@
 """Lesson 11: how fast is it, and how fast would it be on another machine?
 
-One process, DataParallel (n threads) and DDP (n processes) compute the gradient of one batch
-in turn, with equally many compute threads. One model is heavy in Python, one in arithmetic.
-Bytes are counted. A cost model, fitted on some sizes, tested on others, predicts the speed-up.
+First the limit: each rank computes its share of a batch, and nothing is sent. Then what keeps DDP
+from it: its wrapper, sending, waiting. Beside them, one process, also with threads. Bytes are
+counted on every rank. A cost model is fitted to some all-reduces and tested on others. If other
+work runs on the machine, the lesson says so, and concludes nothing about speed.
 
-Run it: bash scripts/lesson_11.sh --nproc 4 [--steps REPEATS]
-A link: --link LATENCY_US GB_PER_S DEVICES (microseconds per message, 10^9 bytes per second)
+Run it: bash scripts/lesson_11.sh --nproc 2 [--steps ROUNDS] [--batch-size ROWS_OF_ALL_RANKS]
 
 Output to expect on a CPU:
 
-    4 workers over gloo on cpu, threads each: ..., CPU cores: ...
-    many small layers, 1 x one process: ... ms (... to ...), speed-up 1
+    2 ranks over gloo on cpu, ... compute thread(s) each, ... cores
     ...
-    PASS each gradient is that of one process (difference ...); ...bytes...; cost model: wrong ...
+    PASS gradients, bytes, clock and test are right (a gradient is off by ...); ...
 """
 
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
-SHAPES = {"many small layers": (100, 16), "few large layers": (4, 512)}  # (layers, width)
-VARIANTS = ("one process", "DataParallel", "DDP", "share alone")  # the last is for predictions
-SIZES = [2**power for power in range(12, 25, 2)]  # bytes, 4 kB to 16 MB; every second one is fitted
-UNDISTURBED = 0.9  # of the processor time that an idle machine gives: less is disturbed
-LINKS = [[10, 16, 8], [10, 150, 8], [20, 12.5, 256]]  # PCIe 3.0 x16, NVLink, 100 Gbit/s
+# --- The technique ---
 
 
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
+def take_turns(works, rounds):
+    """Time functions in turns: {name: rounds of ((seconds, processor seconds) of each rank)}.
 
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
-
-    def exit(self, status=0, message=""):
-        if len(message) > 300:  # it repeats a long value
-            message = f"{message[:200]} ... {message[-50:]}"
-        super().exit(status, message)
-
-
-def setup(backend=None, store=None):
-    """Join the process group; return (rank, world_size, device) (claims A10, A12, B3, E12).
-
-    The launcher's variables say who we are; without them we are a world of one, no address needed.
-    nccl where each rank of this machine has its own GPU, else gloo. A group joined before is kept.
+    Every rank calls this, with the same names; who has nothing to do in a turn hands in a function
+    that does nothing. Each turn first warms up. It begins when all ranks are ready.
     """
-    import torch.distributed.nn  # DDP would do it later, and then no gloo thread could ever end
+    mine = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            work()  # not counted: memory, connections, the fastest kernel
+            wait_for_gpu()
+            dist.barrier()
+            wall, processor = time.perf_counter(), time.process_time()
+            work()
+            wait_for_gpu()
+            spent = time.perf_counter() - wall, time.process_time() - processor
+            mine[name].append(spent)
+            dist.barrier()  # nobody warms up for the next turn while another rank still works
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: [*zip(*(theirs[name] for theirs in everyone), strict=True)] for name in works}
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            rank, world_size, store = 0, 1, dist.HashStore()
-        backend = backend or ("nccl" if enough_gpus and dist.is_nccl_available() else "gloo")
-        place = {"rank": rank, "world_size": world_size, "store": store}
-        dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
-    if dist.get_backend() != "nccl":
-        return dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local_rank)
+
+def wait_for_gpu():
+    """Wait until the GPU has done what it was told: a call returns before that."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
-# --- New in this lesson ---
+def slowest(rounds):
+    """Return the seconds of each round: a step is over when its slowest rank is."""
+    return [max(seconds for seconds, _ in ranks) for ranks in rounds]
+
+
 def all_reduce_cost(n, size):
     """Return (messages, bytes) that each of n ranks sends when a ring all-reduces `size` bytes."""
     return 2 * (n - 1), 2 * (n - 1) / n * size
@@ -105,16 +85,33 @@ def predict_all_reduce(link, n, size):
 
 def fit_link(times):
     """Return the link with the least squared relative error on `times`, [(n, bytes, seconds)]."""
-    from sklearn.linear_model import LinearRegression  # not for the ranks: it takes long to import
-
     costs = [[much / seconds for much in all_reduce_cost(n, size)] for n, size, seconds in times]
-    fit = LinearRegression(fit_intercept=False, positive=True).fit(costs, [1.0] * len(times))
-    return fit.coef_.tolist()  # positive: no price is below 0
+    costs, ones = torch.tensor(costs, dtype=torch.float64), torch.ones(len(times)).double()
+    links = [torch.linalg.lstsq(costs, ones[:, None]).solution[:, 0]]
+    for column in (0, 1):  # no price is below 0: then the other one pays for all
+        link = torch.zeros(2).double()
+        link[column] = costs[:, column].sum() / costs[:, column].square().sum()
+        links.append(link)
+    links = [link for link in links if (link >= 0).all()]
+    return min(links, key=lambda link: (costs @ link - ones).square().sum()).tolist()
 
 
 def predict_speedup(alone, share, sending):
     """Estimate the speed-up (if nothing overlaps, if all does). `alone`: one worker's time."""
     return alone / (share + sending), alone / max(share, sending)
+
+
+# --- The proof ---
+
+SHAPES = {"many small layers": (100, 16), "few large layers": (4, 512)}  # (layers, width)
+WAYS = ("one process", "more threads", "DataParallel", "silent", "wrapped", "DDP")
+BY_ALL = WAYS[3:]  # all ranks do these; the others are done by rank 0 alone
+SIZES = [2**power for power in range(11, 24, 2)]  # bytes, 2 kB to 8 MB; every second one is fitted
+LINKS = [[10, 16, 8], [10, 150, 8], [20, 12.5, 256]]  # PCIe 3.0 x16, NVLink, 100 Gbit/s
+IDLE = 0.95  # of the processor time that ranks get on an idle machine: less is disturbed
+OTHERS = 0.1  # cores that other programs keep busy: more is disturbed
+SPREAD = 0.15  # between the quartiles of what the ranks compute alone: more is disturbed
+ENOUGH = 5  # rounds; from fewer nothing is concluded
 
 
 def make_problem(shape, batch_size, seed, device):
@@ -128,13 +125,15 @@ def make_problem(shape, batch_size, seed, device):
     return nn.Sequential(*parts).to(device, torch.float64), rows, targets
 
 
-def backward(network, rows, targets, weight):
+def backward(network, rows, targets, weight, threads=None):
     """Leave the gradient of `weight` times the summed squared error in the parameters."""
+    if threads:
+        torch.set_num_threads(threads)
     network.zero_grad()
-    (nn.functional.mse_loss(network(rows), targets, reduction="sum") * weight).backward()
+    (mse_loss(network(rows), targets, reduction="sum") * weight).backward()
 
 
-def data_parallel(model, rows, targets, n, sent):
+def data_parallel(model, rows, targets, n, copied):
     """Return a function that leaves the gradient in `model`: n threads of one process (A3, A6)."""
     replicas = [model, *(copy.deepcopy(model) for _ in range(n - 1))]
     pool = ThreadPoolExecutor(n, "", torch.set_num_threads, [torch.get_num_threads()])
@@ -142,42 +141,79 @@ def data_parallel(model, rows, targets, n, sent):
     both = [pair for other in sides[1:] for pair in zip(sides[0], other, strict=True)]
     batches = rows.tensor_split(n), targets.tensor_split(n), [1 / targets.numel()] * n
 
-    def compute():
+    def work():
         for ours, theirs in both:  # the master sends all parameters to each replica
             theirs.data.copy_(ours.data)
-            sent["parameters"] += ours.nbytes
+            copied["parameters"] += ours.nbytes
         list(pool.map(backward, replicas, *batches))
         for ours, theirs in both:  # and it receives all gradients of each replica
             ours.grad += theirs.grad
-            sent["gradients"] += theirs.grad.nbytes
+            copied["gradients"] += theirs.grad.nbytes
 
-    return compute
-
-
-def make_variant(name, model, rows, targets, n, rank, group, sent):
-    """Return a function that leaves the gradient of the mean squared error in `model` (E6)."""
-    if name == "DataParallel" and not rows.is_cuda:
-        return data_parallel(model, rows, targets, n, sent)
-    part, wanted, weight = rows, targets, 1 / targets.numel()
-    if name == "DataParallel":
-        model = nn.DataParallel(model, list(range(n)))
-    if name in ("DDP", "share alone"):
-        part, wanted = rows.tensor_split(n)[rank], targets.tensor_split(n)[rank]
-    if name == "DDP":
-        # It divides the sum over the ranks by n. Times n, it is right for unequal parts as well.
-        model, weight = nn.parallel.DistributedDataParallel(model, process_group=group), n * weight
-    return lambda: backward(model, part, wanted, weight)
+    return work
 
 
-def time_calls(call, count):
-    """Return the mean seconds of `count` calls, after one call that is not counted."""
-    ends = []
-    for _ in range(count + 1):
-        call()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-    return (ends[-1] - ends[0]) / count
+class Contest:
+    """The ways to compute the gradient of one batch, on this rank, and what is seen of each."""
+
+    def __init__(self, shape, args, place, alone):
+        self.rank, self.n, device = place
+        self.threads, self.alone = torch.get_num_threads(), alone
+        self.whole, *self.batch = make_problem(shape, args.batch_size, args.seed, device)
+        self.share = [part.tensor_split(self.n)[self.rank] for part in self.batch]
+        self.seen = {name: [] for name in WAYS}  # of each forward pass: (compute threads, rows)
+        self.copied = {"parameters": 0, "gradients": 0}
+        ours = WAYS if self.rank == 0 else BY_ALL
+        self.models = {name: self.watched(name) for name in ours}
+        self.works = {name: self.make(name) if name in ours else tuple for name in WAYS}
+        backward(self.whole, *self.batch, 1 / self.batch[1].numel())
+        self.right = gradient_of(self.whole)
+
+    def watched(self, name):
+        """Return a copy of the model whose forward passes are written down."""
+
+        def write_down(module, inputs):
+            self.seen[name].append((torch.get_num_threads(), len(inputs[0])))
+
+        model = copy.deepcopy(self.whole)
+        model.register_forward_pre_hook(write_down)
+        return model
+
+    def make(self, name):
+        """Return a function: one way to leave a gradient in the model of this name (E6)."""
+        model, weight = self.models[name], 1 / self.batch[1].numel()
+        if name == "DataParallel" and not self.batch[0].is_cuda:
+            return data_parallel(model, *self.batch, self.n, self.copied)
+        if name == "DataParallel":
+            model = nn.DataParallel(model, [*range(self.n)])
+        if name == "wrapped":  # all that DDP does, but nobody is there to whom it could send
+            model = DistributedDataParallel(model, process_group=self.alone)
+        if name == "DDP":  # it takes the mean over ranks: times n, it is the sum
+            model, weight = DistributedDataParallel(model), self.n * weight
+        batch = self.share if name in BY_ALL else self.batch
+        threads = self.threads * (self.n if name == "more threads" else 1)
+        return partial(backward, model, *batch, weight, threads)
+
+    def count(self, name):
+        """Return how many bytes this rank writes in a step, also to sockets; None without /proc."""
+        self.copied.update(parameters=0, gradients=0)
+        return written_by(self.works[name])
+
+    def off(self, name):
+        """Return how far the gradient is from that of one process, relative to that."""
+        if name not in self.models:
+            return 0.0
+        gradient = gradient_of(self.models[name])
+        if name in BY_ALL[:2]:
+            dist.all_reduce(gradient)  # each rank has the part of its rows
+        off = ((gradient - self.right).norm() / self.right.norm()).item()
+        return off if math.isfinite(off) else math.nan
+
+
+def gradient_of(model):
+    """Return the gradient in a model as one vector; where there is none, nan."""
+    parts = [torch.full_like(p, math.nan) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def bytes_written():
@@ -186,197 +222,442 @@ def bytes_written():
     return int(counts.read_text().split()[3]) if counts.exists() else None
 
 
+def written_by(work):
+    """Call `work`; return how many bytes this process writes meanwhile."""
+    before = bytes_written()
+    work()
+    return None if before is None else bytes_written() - before
+
+
+def from_all_ranks(value):
+    """Return what all ranks hand in, a list, the same on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+# Measuring
+
+
+def send(tensor, group=None):
+    """All-reduce a tensor in place."""
+    dist.all_reduce(tensor, group=group)
+
+
+def measure_sending(rounds, world_size, device):
+    """Return [[n, bytes, median seconds, lower and upper quartile]] of all-reduces of n ranks.
+
+    Also, for each rank, how many bytes it has written in one of each: {(n, bytes): written}.
+    """
+    workers = sorted({n for n in (2, 4, 8, 16, 32, world_size) if 1 < n <= world_size})
+    works = {}
+    for n in workers:
+        group = dist.new_group([*range(n)])
+        for size in SIZES:
+            tensor = torch.zeros(size // 4, device=device)
+            works[n, size] = partial(send, tensor, group) if dist.get_rank() < n else tuple
+    times = take_turns(works, rounds) if works else {}
+    counted = from_all_ranks({key: written_by(work) for key, work in works.items()})
+    return [[*key, *middle(slowest(times[key]))] for key in works], counted
+
+
+def middle(values):
+    """Return the median and both quartiles; of one value, three times this value."""
+    low, median, high = statistics.quantiles(values * 2 if len(values) == 1 else values)
+    return median, low, high
+
+
+def measure(shape, args, place, alone):
+    """Let all ways compute the gradient in turns; return the times, and what this rank has seen."""
+    contest = Contest(shape, args, place, alone)
+    times = take_turns(contest.works, args.steps)
+    facts = []
+    for name in WAYS:
+        fact = {"shape": shape, "workers": contest.n, "variant": name, "rank": contest.rank}
+        fact |= {"difference": contest.off(name), "written": contest.count(name)}
+        fact |= contest.copied | {"seen": contest.seen[name], "threads": contest.threads}
+        fact["cpu"] = not contest.batch[0].is_cuda
+        facts.append(fact | {"seconds": [ranks[contest.rank][0] for ranks in times[name]]})
+    return times, facts, buckets_of(contest.works["DDP"].args[0])
+
+
+def buckets_of(replica):
+    """Return the bytes of each bucket that DDP all-reduces, in their order."""
+    told = replica._get_ddp_logging_data()
+    sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
+    return [int(size) for size in sizes.split(", ")]
+
+
+def fit_and_test(times):
+    """Return the link, and by which factors it is wrong where it was fitted, and where it was not.
+
+    Fitted: every second size, without the largest number of ranks, if there are several.
+    """
+    most = max(n for n, *_ in times)
+    fewer = {n for n, *_ in times if n < most} or {most}
+    fitted = [t for t in times if t[0] in fewer and t[1] in SIZES[::2]]
+    tested = [t for t in times if t not in fitted]
+    link = fit_link([t[:3] for t in fitted])
+    return link, [factors(link, part) for part in (fitted, tested)]
+
+
+def factors(link, times):
+    """Return by which factor the model is wrong: the median, and the worst."""
+    ratios = [predict_all_reduce(link, n, size) / seconds for n, size, seconds, *_ in times]
+    wrong = [max(ratio, 1 / ratio) for ratio in ratios]
+    return [statistics.median(wrong), max(wrong)]
+
+
+# What is wrong
+
+
+class MadeUpClock:
+    """Time for take_turns: of two calls in a row the first takes 50 s, the second 1 + rank.
+
+    Then the GPU works for another 0.25 s. Other ranks are 1000 s late for each barrier.
+    """
+
+    def __init__(self, rank):
+        self.rank, self.wall, self.processor, self.left, self.log = rank, 0.0, 0.0, 0.0, []
+
+    def work(self, name):
+        warm = [word for word in self.log if word != "barrier"][-1:] == [name]
+        self.wall += 1 + self.rank if warm else 50
+        self.processor, self.left = self.processor + 0.5, self.left + 0.25
+        self.log.append(name)
+
+    def barrier(self):
+        self.wall += 1000
+        self.log.append("barrier")
+
+    def synchronize(self):
+        self.wall, self.left = self.wall + self.left, 0.0
+
+
+def wrong_in_clock(rank, world_size):
+    """Return what is wrong with take_turns, by a clock that is made up: a list of sentences."""
+    clock, names = MadeUpClock(rank), ("a", "b")
+    stand_ins = {"is_initialized": lambda: True, "synchronize": clock.synchronize}
+    with (
+        patch.multiple(time, perf_counter=lambda: clock.wall, process_time=lambda: clock.processor),
+        patch.multiple(torch.cuda, **stand_ins),
+        patch.object(dist, "barrier", clock.barrier),
+    ):
+        times = take_turns({name: partial(clock.work, name) for name in names}, 3)
+    right = tuple((1.25 + other, 0.5) for other in range(world_size))
+    turns = [word for name in names for word in (name, "barrier") * 2] * 3
+    last = slowest(times["a"]) == [world_size + 0.25] * 3
+    rules = {
+        f"the clock says {times['a'][0]}, not {right}": times == dict.fromkeys(names, [right] * 3),
+        f"the turns are {clock.log[:8]}, not {turns[:8]}": clock.log == turns,
+        "a step is over before its slowest rank": last,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_waiting(rank, world_size, device):
+    """Return what is wrong if the last rank is late for an all-reduce: a list of sentences."""
+    tensor = torch.full((10**6,), rank + 1.0, device=device)
+    dist.barrier()
+    time.sleep(0.2 * (rank == world_size - 1))
+    send(tensor)
+    there = tensor.clone()
+    dist.barrier()
+    total = world_size * (world_size + 1) / 2
+    return [] if (there == total).all() else ["sending is over before the sum is there"]
+
+
+def wrong_in_model():
+    """Return what is wrong with the formulas: a list of sentences."""
+    ring = all(ring_by_hand(n) == all_reduce_cost(n, 8 * n) for n in range(1, 9))
+    links = [(5e-5, 1e-9), (0.0, 2e-9), (1e-3, 0.0)]
+    points = [(n, size) for n in (2, 3) for size in SIZES]
+    made_up = [[(*p, predict_all_reduce(link, *p)) for p in points] for link in links]
+    found = [fit_link(times) for times in made_up]
+    wrong = (torch.tensor(found) - torch.tensor(links)).abs().amax(0)  # per message, per byte
+    halves = [(2, 8, 1e-3), (2, 8, 4e-3)]  # by this link it would be 2e-3
+    falling = fit_link([(2, size, 1e-3 - 1e-11 * size) for size in SIZES])
+    rules = {
+        "messages or bytes are not those of a ring": ring,
+        f"of the links {links}, the fit finds {found}": (wrong < torch.tensor((1e-9, 1e-15))).all(),
+        "a price is below 0": min(falling) == 0 < max(falling),
+        "twice as much is not as wrong as half": factors((1e-3, 0.0), halves) == [2, 2],
+        "4 workers do not gain 2.67, or 4": predict_speedup(8, 2, 1) == (8 / 3, 4),
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def ring_by_hand(n):
+    """Return (messages, bytes) that a rank of a ring sends until all have a sum of n numbers."""
+    has = [[{rank} for _ in range(n)] for rank in range(n)]  # of each number: who is in it
+    messages = 0
+    while any(part != set(range(n)) for chunks in has for part in chunks):
+        moving = [(rank, (rank - messages) % n) for rank in range(n)]
+        moving = [(rank, chunk, set(has[rank][chunk])) for rank, chunk in moving]
+        for rank, chunk, part in moving:
+            has[(rank + 1) % n][chunk] |= part
+        messages += 1
+    return messages, 8.0 * messages
+
+
+def wrong_in_sending(counted, on_cpu):
+    """Return what is wrong with the bytes of the all-reduces, by rank: a list of sentences.
+
+    gloo cuts what a step of the ring sends into two segments at least, of 1 MiB at most; each is
+    three writes, with 48 bytes of gloo's own.
+    """
+    wrong = []
+    if not (on_cpu and Path("/proc/self/io").exists()):
+        return wrong
+    for rank, counts in enumerate(counted):
+        for (n, size), written in counts.items():
+            steps, sent = all_reduce_cost(n, size) if rank < n else (0, 0)
+            sent += 3 * 48 * steps * max(2, math.ceil(size / n / 2**20))
+            if written is None or abs(written - sent) > 48:
+                wrong.append(f"rank {rank} of {n} writes {written} bytes of {size}, not {sent:.0f}")
+    return wrong[:1]
+
+
+def wrong_in_test(times):
+    """Fit and test the model; return the link, the errors, and what is wrong with the test."""
+    if not times:
+        return [0.0, 0.0], [], []
+    used, fit = [], fit_link
+    with patch.dict(globals(), fit_link=lambda part: used.extend(part) or fit(part)):
+        link, errors = fit_and_test(times)
+    unseen = [t for t in times if tuple(t[:3]) not in {tuple(u) for u in used}]
+    ranks = [{n for n, *_ in points} for points in (times, used)]
+    honest = len(unseen) >= len(SIZES) // 2 and errors[1] == factors(link, unseen)
+    honest = honest and (len(ranks[0]) == 1 or ranks[0] > ranks[1])  # a number of ranks is unseen
+    return link, errors, [] if honest else ["the model is tested on what it was fitted to"]
+
+
+def wrong_in_turns(turns, n, args):
+    """Return what is wrong with all turns: each rank must have told of each of its own."""
+    who = [(shape, rank, name) for rank in range(n) for shape in SHAPES for name in WAYS]
+    told = [(turn["shape"], turn["rank"], turn["variant"]) for turn in turns]
+    silent = [] if told == who else ["not every rank has told what it did"]
+    return [*silent, *chain(*(wrong_in_turn(turn, args) for turn in turns))]
+
+
+def wrong_in_turn(turn, args):
+    """Return what is wrong with the gradient, the rows, the threads and the bytes of a turn."""
+    n, name, rank, threads = (turn[key] for key in ("workers", "variant", "rank", "threads"))
+    parts = [len(part) for part in torch.arange(args.batch_size).tensor_split(n)]
+    passes = {"one process": [(threads, args.batch_size)]}
+    passes["more threads"] = [(threads * n, args.batch_size)]
+    passes["DataParallel"] = [(threads, rows) for rows in parts]
+    wanted = passes.get(name, [(threads, parts[rank])]) if rank == 0 or name in BY_ALL else []
+    calls = 2 * args.steps + 1  # warm, timed, and one that is counted
+    layers, width = SHAPES[turn["shape"]]
+    size = 8 * layers * width * (width + 1)
+    sent = all_reduce_cost(n, size)[1] if name == "DDP" else 0
+    copied = (n - 1) * size if name == "DataParallel" and rank == 0 and turn["cpu"] else 0
+    countable = turn["cpu"] and Path("/proc/self/io").exists()
+    most = sent * (1 + max(0.02, 0.0025 * n))  # gloo's own words about each message
+    counted = not countable or (turn["written"] is not None and sent <= turn["written"] <= most)
+    rules = {
+        f"a gradient is off by {turn['difference']:.2g}": turn["difference"] < 1e-10,
+        f"{turn['written']} bytes are written, not {sent:.0f}": counted,
+        "other rows or compute threads": sorted(turn["seen"]) == sorted(wanted * calls),
+        "other copies": turn["parameters"] == turn["gradients"] == copied,
+    }
+    where = f"{name}, rank {rank}: "
+    return [where + sentence for sentence, holds in rules.items() if not holds]
+
+
+# The report
+
+
+def summarize(shape, times, buckets, link, n):
+    """Return what follows from the times of one model: speed-ups, parts of a step, a prediction."""
+    ms = {name: [1e3 * seconds for seconds in slowest(times[name])] for name in WAYS}
+    median = {name: statistics.median(ms[name]) for name in WAYS}
+    used = {name: sum(p for ranks in times[name] for _, p in ranks) for name in WAYS}
+    busy = {name: used[name] / sum(slowest(times[name])) for name in WAYS}  # how many processors
+    means = [[1e3 * statistics.fmean(s for s, _ in r) for r in times[name]] for name in BY_ALL]
+    limit, alone, _ = map(statistics.median, means)
+    parts = {"limit": limit, "wrapper": alone - limit, "waiting": median["wrapped"] - alone}
+    parts["sending"] = median["DDP"] - median["wrapped"]
+    one, sending = median["one process"], sum(1e3 * predict_all_reduce(link, n, b) for b in buckets)
+    guess = predict_speedup(one, median["wrapped"], sending)
+    speedup = {name: one / median[name] for name in WAYS}
+    off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])
+    row = {"shape": shape, "workers": n, "bytes": sum(buckets), "buckets": buckets, "ms": ms}
+    row |= {"busy": busy, "parts": parts, "speedup": speedup}
+    return row | {"predicted": guess if n > 1 else None, "off": off}
+
+
+def signs_of_other_work(silent, others, ranks):
+    """Return (share of the processor that the ranks got, why nothing may be said about speed).
+
+    A rank that computes and sends nothing never sleeps: what it lacks, somebody else has had.
+    `others`: how many cores other programs kept busy meanwhile. `ranks`: how many cores we want.
+    """
+    shares = [min(1, used / seconds) for rounds in silent for r in rounds for seconds, used in r]
+    share = min(1, statistics.fmean(shares) / min(1, count_cores() / ranks))
+    signs = []
+    if share < IDLE:
+        signs.append(f"DISTURBED, the ranks got {share:.0%} of their processor time")
+    if others > OTHERS and others + ranks > os.cpu_count():
+        signs.append(f"DISTURBED, other programs kept {others:.1f} cores busy")
+    spreads = [(high - low) / median for median, low, high in (middle(slowest(r)) for r in silent)]
+    if max(spreads) > SPREAD:
+        signs.append(
+            f"DISTURBED, quartiles of what they compute alone are {max(spreads):.0%} apart"
+        )
+    if min(map(len, silent)) < ENOUGH:
+        signs.append(f"{min(map(len, silent))} round(s) are too few")
+    return share, signs
+
+
+class Others:
+    """How many cores other programs keep busy while we measure; 0 where Linux does not tell."""
+
+    def __init__(self):
+        self.begin = self.now()
+
+    def now(self):
+        """Return seconds: on the clock, of all processors, and of this process."""
+        stat, ticks = Path("/proc/stat"), [0]
+        if stat.exists():
+            user, nice, system, _, _, *interrupts = map(int, stat.read_text().split()[1:9])
+            ticks = [user, nice, system, *interrupts]
+        return time.monotonic(), sum(ticks) / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+    def cores(self):
+        """Return it; all ranks call this."""
+        wall, busy, own = (now - then for now, then in zip(self.now(), self.begin, strict=True))
+        return max(0.0, busy - sum(from_all_ranks(own))) / wall
+
+
+def report(numbers, threads, signs):
+    """Return the lines that tell what was measured; of disturbed times, each says so."""
+    n, mark = numbers["world_size"], "disturbed: " if "DISTURBED" in str(signs) else ""
+    place = f"{n} ranks over {numbers['backend']} on {numbers['device']}"
+    lines = [f"{place}, {threads} compute thread(s) each, {count_cores()} cores"]
+    for row in numbers["rows"]:
+        for name in WAYS:
+            median, low, high = middle(row["ms"][name])
+            line = f"{row['shape']}, {name}: {median:.3g} ms ({low:.3g} to {high:.3g}), speed-up "
+            line += f"{row['speedup'][name]:.3g}, processors busy {row['busy'][name]:.2f}"
+            lines.append(mark + line)
+        parts = " + ".join(f"{name} {ms:.3g}" for name, ms in row["parts"].items())
+        lines.append(f"{mark}{row['shape']}, DDP's step: {parts} ms")
+    if numbers["errors"]:
+        us, seconds = 1e6 * numbers["link"][0], 1e9 * numbers["link"][1]
+        link = f"{us:.3g} us per message, {seconds:.3g} s per GB"
+        text = "wrong by a factor of {:.2g} (median), {:.2g} (worst) where fitted; {:.2g}, {:.2g}"
+        text = text.format(*chain(*numbers["errors"]))
+        lines.append(f"{mark}{n} ranks, all-reduce: {link}; {text} elsewhere")
+    return lines
+
+
+def conclude_on_speed(numbers):
+    """Return what may be said about speed: nothing, if the times were disturbed."""
+    if numbers["signs"]:
+        return f"no conclusion about speed: {'; '.join(numbers['signs'])}"
+    row = numbers["rows"][-1]
+    reached = statistics.median(row["ms"]["silent"]) / statistics.median(row["ms"]["DDP"])
+    text = f"with few large layers DDP reaches {reached:.0%} of the limit"
+    if numbers["errors"]:
+        off, step = numbers["errors"][1][0] - 1, row["off"] - 1
+        text += f"; the model is off by {off:.0%} where it was not fitted, by {step:.0%} for DDP"
+    return text
+
+
+def main(args):
+    """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
+    place = rank, n, device = join_group()
+    alone = [dist.new_group([other]) for other in range(n)][rank]
+    numbers = {"lesson": 11, "world_size": n, "backend": dist.get_backend(), "device": device.type}
+    wrong = wrong_in_clock(rank, n) + wrong_in_waiting(rank, n, device) + wrong_in_model()
+    others = Others()
+    numbers["all_reduce"], counted = measure_sending(4 * args.steps, n, device)
+    wrong += wrong_in_sending(counted, device.type == "cpu")
+    link, errors, dishonest = wrong_in_test(numbers["all_reduce"])
+    measured = {shape: measure(shape, args, place, alone) for shape in SHAPES}
+    numbers |= {"others": others.cores(), "link": link, "errors": errors}
+    turns = [*chain(*from_all_ranks([*chain(*(facts for _, facts, _ in measured.values()))]))]
+    wrong = [*chain(*from_all_ranks(wrong + dishonest)), *wrong_in_turns(turns, n, args)]
+    silent, want = [times["silent"] for times, *_ in measured.values()], n * turns[0]["threads"]
+    numbers["processor"], signs = signs_of_other_work(silent, numbers["others"], want)
+    rows = [summarize(shape, t, buckets, link, n) for shape, (t, _, buckets) in measured.items()]
+    numbers |= {"rows": rows, "turns": turns, "signs": signs}
+    dist.destroy_process_group()
+    if rank == 0:
+        print("\n".join(report(numbers, want // n, signs)))
+    worst = max(turn["difference"] for turn in turns)
+    right = f"gradients, bytes, clock and test are right (a gradient is off by {worst:.2g})"
+    claim = "; ".join([*(dict.fromkeys(wrong) or [right]), conclude_on_speed(numbers)])
+    return not wrong, claim, numbers
+
+
 def count_cores():
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def processor_share(seconds=0.01):
-    """Compute for a while; return processor time / time on the clock: 1 on an idle machine."""
-    start, used = time.perf_counter(), time.thread_time()
-    while time.perf_counter() < start + seconds:
-        pass
-    return (time.thread_time() - used) / (time.perf_counter() - start)
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    parser.add_argument("--steps", type=whole(1, 10**6), default=8, help="rounds, %(default)s")
+    size = {"type": whole(1, 10**6), "default": 512}
+    parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return parser.parse_args(argv)
 
 
-def ask_processor(rank, control):
-    """Return [processor_share()] of one rank for each core, all at the same time; else []."""
-    shares = [processor_share()] if rank < count_cores() else []
-    dist.barrier(control)
-    return shares
+# --- The frame: the same in every lesson ---
 
 
-def measure(cfg):
-    """Measure on all ranks, variant after variant; return what all ranks have seen, as a dict."""
-    torch.set_num_threads(cfg.threads)  # first: new threads inherit it
-    rank, world_size, device = setup()
-    control = dist.new_group(backend="gloo")  # who waits in its barrier keeps no core busy
-    workers = sorted({n for n in (1, 2, 4, 8, 16, 32, world_size) if n <= world_size})
-    groups = {n: dist.new_group(list(range(n))) for n in workers}
-    times, ours, shares = [], {}, []
-    for n, size in [(n, size) for n in workers[1:] for size in SIZES]:
-        shares += ask_processor(rank, control)
-        if rank < n:
-            call = partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=groups[n])
-            times += [[n, size, statistics.median(time_calls(call, 3) for _ in range(cfg.steps))]]
-        dist.barrier(control)
-    turns = [(shape, n, name) for shape in SHAPES for n in workers for name in VARIANTS]
-    for shape, n, name in turns:
-        if rank == 0 or (name == "DDP" and rank < n):
-            whole, *batch = make_problem(shape, cfg.batch_size, cfg.seed, device)
-            facts = {"shape": shape, "workers": n, "variant": name, "rank": rank, "seconds": []}
-            model, facts["parameters"], facts["gradients"] = copy.deepcopy(whole), 0, 0
-            compute = make_variant(name, model, *batch, n, rank, groups[n], facts)
-            compute()
-            backward(whole, *batch, 1 / batch[1].numel())
-            pairs = zip(model.parameters(), whole.parameters(), strict=True)
-            wrong = [(one.grad - two.grad).norm() / two.grad.norm() for one, two in pairs]
-            facts["difference"] = 0.0 if name == "share alone" else torch.stack(wrong).max().item()
-            ours[shape, n, name] = facts, compute
-    for turn in turns * cfg.steps:
-        shares += ask_processor(rank, control)
-        if turn in ours:
-            facts, compute = ours[turn]
-            torch.set_num_threads(cfg.threads * (turn[1] if turn[2] == "one process" else 1))
-            facts.update(parameters=0, gradients=0, written=bytes_written())
-            facts["seconds"].append(time_calls(compute, 1))  # 2 calls: the first is not timed
-            facts["written"] = facts["written"] and (bytes_written() - facts["written"]) / 2
-        dist.barrier(control)
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, ([facts for facts, _ in ours.values()], shares), control)
-    result = {"backend": dist.get_backend(), "device": device.type, "all_reduce": times}
-    result["processor"] = statistics.fmean(share for _, theirs in everyone for share in theirs)
-    return result | {"turns": [facts for theirs, _ in everyone for facts in theirs]}
+def join_group(backend=None, store=None):
+    """Choose a device, then join the group; return (rank, world_size, device).
+
+    nccl where each rank of this machine can have a GPU of its own, else gloo on the CPU. If only
+    some machines have GPUs, pass `backend`. If a rank may keep the others waiting for more than
+    two minutes, raise `timeout`.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    enough_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= ranks_here
+    backend = backend or ("nccl" if enough_gpus else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        store = dist.HashStore()  # alone, nobody has to be found
+    place = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **place)
+    return rank, world_size, device
 
 
-def is_right(turn, size, on_cpu):
-    """Return True if the gradient was right, and what was sent is what the formulas say."""
-    n, name, written = turn["workers"], turn["variant"], turn["written"]
-    sent = all_reduce_cost(n, size)[1] if name == "DDP" else 0
-    copied = 2 * (n - 1) * size if name == "DataParallel" and on_cpu else 0  # in two steps
-    wire = written is None or not on_cpu or sent <= written <= sent * (1 + max(0.02, 0.0025 * n))
-    return wire and turn["difference"] < 1e-10 and turn["parameters"] == turn["gradients"] == copied
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
 
 
-def analyse(result, cfg):
-    """Add what follows from the measurements to `result`; return the lines that report it."""
-    kind, times, rows, alone, errors = result["device"], result["all_reduce"], [], {}, []
-    cores = count_cores()
-    start = f"{cfg.nproc} workers over {result['backend']} on {kind}, threads each: {cfg.threads}"
-    lines = [f"{start}, CPU cores: {cores}"]
-    fitted = [t for t in times if t[1] in SIZES[::2] and t[0] < max(times[-1][0], 3)]
-    link = fit_link(fitted) if fitted else [0, 0]
-    for part in (fitted, [t for t in times if t not in fitted]) if fitted else ():
-        ratios = [predict_all_reduce(link, n, size) / seconds for n, size, seconds in part]
-        factors = [max(ratio, 1 / ratio) for ratio in ratios]  # too low is as bad as too high
-        errors.append([statistics.median(factors), max(factors)])
-    for shape, n in dict.fromkeys((turn["shape"], turn["workers"]) for turn in result["turns"]):
-        ours = [t for t in result["turns"] if (t["shape"], t["workers"]) == (shape, n)]
-        size = 8 * SHAPES[shape][0] * SHAPES[shape][1] * (SHAPES[shape][1] + 1)
-        ms = {t["variant"]: [1000 * s for s in t["seconds"]] for t in ours if t["rank"] == 0}
-        median = {name: statistics.median(ms[name]) for name in VARIANTS}
-        one = alone.setdefault(shape, median["one process"])  # one worker
-        crowd = max(1, n * cfg.threads / cores) if kind == "cpu" else 1  # they share the cores
-        share, sending = median["share alone"] * crowd, 1000 * predict_all_reduce(link, n, size)
-        guess = predict_speedup(one, share, sending) if n > 1 else None
-        row = {"shape": shape, "workers": n, "bytes": size, "ms": ms, "predicted": guess}
-        row["right"] = all(is_right(turn, size, kind == "cpu") for turn in ours)
-        row["speedup"] = {name: one / median[name] for name in VARIANTS[:3]}
-        ddp = row["speedup"]["DDP"]
-        row["off"] = max(guess[0] / ddp, ddp / guess[1], 1) if guess else None  # 1: as predicted
-        for name, speedup in row["speedup"].items():
-            spread = f"{median[name]:.3g} ms ({min(ms[name]):.3g} to {max(ms[name]):.3g})"
-            lines += [f"{shape}, {n} x {name}: {spread}, speed-up {speedup:.3g}"]
-        lines[-1] += ", predicted {:.3g} to {:.3g}".format(*guess) if guess else ""
-        rows.append(row)
-    if errors:
-        lines += [f"all-reduce: {1e6 * link[0]:.3g} us per message, {1e9 * link[1]:.3g} s per GB; "]
-        text = "wrong by a factor of {:.2g} (median), {:.2g} (worst) where fitted; {:.2g}, {:.2g}"
-        lines[-1] += text.format(*errors[0], *errors[1]) + " elsewhere"
-    for us, gb, n in cfg.link:  # each of these n devices computes a whole batch of the last model
-        sending = 1000 * predict_all_reduce((us / 1e6, 1e-9 / gb), n, row["bytes"])
-        guess = "predicted {:.3g} to {:.3g}".format(*predict_speedup(n * one, one, sending))
-        lines += [f"{row['shape']}, {n:g} devices, {us:g} us, {gb:g} GB/s: {guess}"]
-    result.update(passed=all(row["right"] for row in rows), rows=rows, link=link, errors=errors)
-    return lines
-
-
-def caution(result):
-    """Say how far the cost model was off, and if there are signs that the times were disturbed."""
-    text, off = "", [row["off"] for row in result["rows"] if row["off"]]
-    if off:
-        worst = max(worst for _, worst in result["errors"])  # where it was fitted, and elsewhere
-        text = f"; cost model: wrong by a factor of up to {worst:.2g} (all-reduce)"
-        text += f", {max(off):.2g} (speed-up of DDP)"
-    if result["processor"] < UNDISTURBED:
-        got = f"the ranks got {result['processor']:.0%} of the processor time of an idle machine"
-        text += f"; times DISTURBED: {got}"
-    return text
-
-
-def launch_job(cfg, func):
-    """Call `func(cfg)` on `cfg.nproc` ranks; return what rank 0 returned (claims B4, C2)."""
-    if cfg.nproc == 1:  # one device: no other process is needed
-        result = func(cfg)
-        dist.destroy_process_group()
-        return result
-    with tempfile.TemporaryDirectory() as cfg.folder:
-        mp.spawn(run, args=(func, cfg), nprocs=cfg.nproc, join=True, daemon=True)
-        return json.loads(Path(cfg.folder, "result.json").read_text())
-
-
-def run(local_rank, func, cfg):
-    """Be one rank: join the group in a file that only this job knows (not port 9999, C9)."""
-    mp._prctl_pr_set_pdeathsig(9)  # Linux: SIGKILL for this rank if the launcher is killed
-    os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(cfg.nproc))
-    torch.set_num_threads(max(1, torch.get_num_threads() // cfg.nproc))  # share the cores
-    setup(store=dist.FileStore(os.path.join(cfg.folder, "rendezvous"), cfg.nproc))
-    try:
-        result = func(cfg)
-    except Exception:
-        # mp.spawn names the rank that leaves first. The others lose this one, fail, and wait too.
-        time.sleep(1)  # so the rank with the true cause leaves first
-        raise
-    if local_rank == 0:
-        Path(cfg.folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()  # not in a `finally`: it would make the others fail first
-
-
-def reason(error):
-    """Return the line that says what went wrong in a rank, from the error that mp.spawn raised."""
-    lines = str(error).strip().splitlines()
-    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
-    after = lines[places[-1] + 1 :] if places else lines
-    return next(line for line in after if not line.startswith(" "))
-
-
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    parser = Arguments(__doc__, nproc=4, steps=5, batch_size=512)
-    link = {"metavar": ("LATENCY_US", "GB_PER_S", "DEVICES"), "help": "one more; may be repeated"}
-    parser.add_argument("--link", nargs=3, type=float, action="append", default=LINKS, **link)
-    parser.add_argument("--report", help="is gone: notebook 11 and --json have its numbers")
-    args = parser.parse_args(argv)
-    if args.report is not None:
-        parser.error("argument --report: is gone; notebook 11 and --json have its numbers")
-    if not all(0 <= us < 1e9 and 0 < gb < 1e9 and 2 <= n < 1e9 for us, gb, n in args.link):
-        parser.error("argument --link: LATENCY_US from 0, GB_PER_S above 0, DEVICES from 2")
-    args.threads = max(1, torch.get_num_threads() // args.nproc)
-    try:
-        result = launch_job(args, measure)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nrank {error.error_index} failed: {reason(error)}")
-    print("\n".join(analyse(result, args)))
-    print("PASS" if result["passed"] else "FAIL", "each gradient is that of one process", end=" ")
-    worst = max(turn["difference"] for turn in result["turns"])
-    counted = result["device"] == "cpu" and any(turn["written"] for turn in result["turns"])
-    wire = f"bytes on the sockets: the formula's, plus at most {max(2, args.nproc / 4):g} %"
-    wire = wire if counted else "no bytes on sockets were counted"
-    print(f"(difference {worst:.3g}); {wire}{caution(result)}")
-    if args.json:
-        print(json.dumps({"lesson": 11, "world_size": args.nproc} | result))
-    return 0 if result["passed"] else 1
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

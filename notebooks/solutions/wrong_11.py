@@ -1,6 +1,67 @@
-"""Wrong answers to the task of lesson 11, each with what the check must say about it."""
+"""Wrong attempts at the tasks of lesson 11, and words that their verdict must contain."""
 
-from solutions.lesson_11 import solution
+import time
+
+from solutions.lesson_11 import best_number as solution
+
+# --- Task 1 ---
+
+
+def counts_the_warm_up(work, wait, rounds):
+    return [one_step(work, wait) for _ in range(rounds)]
+
+
+def one_step(work, wait):
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def does_not_wait(work, wait, rounds):
+    work(), wait()
+    return [one_step(work, lambda: None) for _ in range(rounds)]
+
+
+def waits_after_the_clock(work, wait, rounds):
+    work(), wait()
+    seconds = []
+    for _ in range(rounds):
+        seconds.append(one_step(work, lambda: None))
+        wait()
+    return seconds
+
+
+def waits_at_the_end(work, wait, rounds):
+    work(), wait()
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    wait()
+    return [(time.perf_counter() - begin) / rounds] * rounds
+
+
+def warms_up_without_waiting(work, wait, rounds):
+    work()
+    return [one_step(work, wait) for _ in range(rounds)]
+
+
+def a_mean(work, wait, rounds):
+    work(), wait()
+    seconds = [one_step(work, wait) for _ in range(rounds)]
+    return [sum(seconds) / rounds] * rounds
+
+
+def the_fastest(work, wait, rounds):
+    work(), wait()
+    return min(one_step(work, wait) for _ in range(rounds))
+
+
+def drops_the_first_of_many(work, wait, rounds):
+    return [one_step(work, wait) for _ in range(10 * rounds)][-rounds:]
+
+
+# --- Task 3 ---
 
 
 def all_workers(link, compute, size, most):
@@ -49,6 +110,10 @@ def always_16(link, compute, size, most):
     return solution(link, compute, size, 16)
 
 
+def never_more_than_16(link, compute, size, most):
+    return solution(link, compute, size, min(16, most))
+
+
 def without_the_last(link, compute, size, most):
     return solution(link, compute, size, max(1, most - 1))
 
@@ -78,6 +143,23 @@ def nothing(link, compute, size, most):
 
 
 WRONG = {
+    "seconds_of": {
+        "warm-up": (counts_the_warm_up, "the first step, which also warms up"),
+        "no waiting": (does_not_wait, "before its step has ended"),
+        "waits too late": (waits_after_the_clock, "before its step has ended"),
+        "waits once, at the end": (waits_at_the_end, "no mean, please"),
+        "the warm-up goes on": (warms_up_without_waiting, "a part of the step before it"),
+        "a mean": (a_mean, "no mean, please"),
+        "the fastest": (the_fastest, "must return a list of 1 times"),
+        "wasteful": (drops_the_first_of_many, "10 steps were made, for 1 times"),
+        "the stub of the notebook": (counts_the_warm_up, "the first step"),
+    },
+    "share_of_limit": {
+        "as before": (48 / 72, "the share with 512 rows"),
+        "all bars grow": (2.67, "below 1, and it changes"),
+        "the limit": (1.0, "divide the new limit by the new step"),
+        "sending is halved": (192 / 204, "its gradient, not its rows"),
+    },
     "best_number": {
         "all": (all_workers, "a slow link: sending takes longer than computing"),
         "one": (one_worker, "a link that costs nothing"),
@@ -87,11 +169,18 @@ WRONG = {
         "the master's bytes": (bytes_of_the_master, "latency and bytes together"),
         "twice the bytes": (twice_the_bytes, "latency and bytes together"),
         "all overlaps": (sending_is_hidden, "fewer are faster: the latency of the messages"),
+        "never more than 16": (never_more_than_16, "of 1000 workers at most you take 16; more"),
         "ignores the limit": (always_16, "of 3 workers at most you take 16"),
         "without the last": (without_the_last, "you take 15; more are faster: a link that costs"),
         "2 n messages": (twice_n_messages, "you take 1; more are faster: the latency at which"),
         "rounds the formula": (rounds_the_formula, "you take 1; more are faster: a formula that"),
         "a text": (a_text, "the answer is str, not a whole number of workers"),
         "None": (nothing, "the answer is NoneType, not a whole number of workers"),
-    }
+    },
+    "bus_bandwidth": {
+        "size by time": (200.0, "how many bytes does each GPU send"),
+        "twice": (400.0, "very many GPUs"),
+        "one phase only": (175.0, "by the formula of the ring"),
+        "in gigabits": (2800.0, "by the formula of the ring"),
+    },
 }

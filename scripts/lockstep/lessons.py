@@ -44,7 +44,7 @@ TABLE = (
     Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
     Lesson("09", "batch_norm", TORCHRUN, TORCH),
     Lesson("10", "same_as_one_process", TORCHRUN, (*TORCH, "scikit-learn")),
-    Lesson("11", "how_fast", ITSELF, (*TORCH, "scikit-learn")),
+    Lesson("11", "how_fast", TORCHRUN, TORCH),
     Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
     Lesson("13", "tensor_and_hybrid", TORCHRUN, TORCH),
     Lesson("14", "several_machines", REHEARSAL, TORCH),
