@@ -54,7 +54,7 @@ def call(lesson, flags):
     argv, sys.argv = sys.argv, [lesson.__file__, *flags.split()]
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            code = lesson.main(*([lesson.parse_args()] if hasattr(lesson, "conclude") else []))
+            code = lesson.main(lesson.parse_args())
     except SystemExit as stop:
         code = stop.code
     finally:

@@ -2,7 +2,7 @@
 
 A lesson has its five places; its flags are checked before anything starts; its docstring shows
 its real output; its tasks accept the solution and refuse the usual wrong answers; its notebook can
-be compared. Lessons in the form of the third edition owe more, and their tests BREAKS (breaks.py).
+be compared. Its tests have BREAKS (breaks.py).
 """
 
 import ast
@@ -22,12 +22,10 @@ from lockstep import lessons
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-THIRD = [n for n, path in SCRIPTS.items() if "\ndef conclude(" in path.read_text()]
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
 each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
-each_third = pytest.mark.parametrize("lesson", THIRD, ids="lesson_{}".format)
 
 KEYS = json.loads((ROOT / "tests" / "json_keys.json").read_text())
 
@@ -194,7 +192,7 @@ def test_copied_blocks_are_equal_to_the_letter():
         assert len(set(copies.values())) == 1, f"{name} differs among {sorted(copies)}"
 
 
-@each_third
+@each
 def test_technique_comes_first_and_the_frame_last(lesson):
     source = SCRIPTS[lesson].read_text()
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
@@ -206,7 +204,7 @@ def test_technique_comes_first_and_the_frame_last(lesson):
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
-@each_third
+@each
 def test_technique_is_what_a_reader_copies(lesson):
     """No generator, no claim code, no flag: the proof watches from outside, and has its breaks."""
     source = text_of(SCRIPTS[lesson])
@@ -224,7 +222,7 @@ if __name__ == "__main__":
 """
 
 
-@each_third
+@each
 def test_functions_are_short(lesson):
     for node in ast.walk(parsed(SCRIPTS[lesson])):
         if isinstance(node, ast.FunctionDef):
@@ -352,7 +350,7 @@ def test_nobody_beyond_this_machine_can_reach_a_lesson(lesson, default_run):
 @each
 def test_tasks_take_the_solution_and_refuse_wrong_answers(lesson, examined):
     tasks = examined(lesson)["tasks"]
-    assert len(tasks) >= (3 if lesson in THIRD else 1)
+    assert len(tasks) >= 3
     for task, attempts in tasks.items():
         assert len(attempts) >= 3, f"{task}: the solution, the stub, and a wrong answer at least"
         for attempt, (verdict, words) in attempts.items():
@@ -387,7 +385,7 @@ def test_no_hint_tells_the_number(lesson, examined):
 @each
 def test_notebook_has_its_tasks_unsolved(lesson):
     judged = [(source, printed(cell)) for source, cell in cells(lesson) if "judge(" in source]
-    assert len(judged) >= (3 if lesson in THIRD else 1)
+    assert len(judged) >= 3
     for source, output in judged:
         assert re.match(r"(not attempted|no guess yet|not yet: )", output), source
     code = "\n".join(source for source, _ in cells(lesson))
@@ -444,7 +442,7 @@ def test_every_picture_has_a_text_alternative(lesson):
     assert len(set(texts)) == len(texts)
 
 
-@each_third
+@each
 def test_notebook_shows_numbers_and_pictures(lesson):
     code = cells(lesson)
     assert max(len(source.splitlines()) for source, _ in code) <= 25
@@ -455,7 +453,7 @@ def test_notebook_shows_numbers_and_pictures(lesson):
     assert any("≈" in line for line in lines)
 
 
-@each_third
+@each
 def test_notebook_has_one_road(lesson):
     """No bracket about something else, and no drawing code between the paragraphs."""
     text = "\n".join(source for source, _ in cells(lesson, "markdown"))
