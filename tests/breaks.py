@@ -35,7 +35,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
     lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A
-    lesson of another framework has one process for all: two frameworks in a process can crash.
+    lesson of another framework has one process for all: two frameworks in a process can crash. The
+    ranks that Paddle spawns are its forks there.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
@@ -76,20 +77,23 @@ def judge_breaks(said):
 
 def verdicts_beside_torch(sources, words):
     """Return {name: (passed, claim)} from one new process, in which nobody has imported torch."""
-    command = [sys.executable, "-c", BESIDE_TORCH, json.dumps([sources, words])]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command, given = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, words])
+    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 BESIDE_TORCH = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
 
-sources, words = json.loads(sys.argv[1])
+sources, words = json.load(sys.stdin)
 said = {}
 for name, source in sources.items():
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
     exec(compile(source, "script.py", "exec"), script)
+    if "paddle" in script:
+        jobs = script["paddle"].distributed
+        jobs.spawn = functools.partial(jobs.spawn, start_method="fork")
     with contextlib.redirect_stdout(io.StringIO()):
         passed, claim, _ = script["main"](script["parse_args"](words))
     said[name] = [bool(passed), claim]
