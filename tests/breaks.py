@@ -35,8 +35,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
     lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A
-    lesson of another framework has one process for all: two frameworks in a process can crash. The
-    ranks that Paddle spawns are its forks there.
+    lesson of another framework has one process for all: two frameworks in a process can crash.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
@@ -84,16 +83,13 @@ def verdicts_beside_torch(sources, words):
 
 
 BESIDE_TORCH = """
-import contextlib, functools, io, json, sys
+import contextlib, io, json, sys
 
 sources, words = json.load(sys.stdin)
 said = {}
 for name, source in sources.items():
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
     exec(compile(source, "script.py", "exec"), script)
-    if "paddle" in script:
-        jobs = script["paddle"].distributed
-        jobs.spawn = functools.partial(jobs.spawn, start_method="fork")
     with contextlib.redirect_stdout(io.StringIO()):
         passed, claim, _ = script["main"](script["parse_args"](words))
     said[name] = [bool(passed), claim]

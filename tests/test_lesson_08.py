@@ -1,3 +1,23 @@
+"""Lesson 08: Paddle with several places in one process, and with one process per place.
+
+Paddle is never imported here, nor is the lesson: frameworks that share a process can crash. What
+needs it runs in a few processes of its own, where Paddle's ranks are forks.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from breaks import check_breaks
+from conftest import ENVIRONMENT, ROOT
+
+WEIGHTS = ["embedding", "kernel_1", "bias_1", "kernel_2", "bias_2", "softmax_kernel"]
+WEIGHTS += ["softmax_bias"]
+WORDS = [f"word{letter}" for letter in "abcdefghijklmnop"]
+
 BREAKS = {
     "every place gets all rows": (
         "np.array_split(array, len(places)) for array",
@@ -6,34 +26,282 @@ BREAKS = {
     "the parts are not of equal size": (
         "np.array_split(array, len(places)) for array",
         "np.split(array, range(1, len(places))) for array",
+        (2,),
     ),
     "only the first place works": ("enumerate(places):", "enumerate(places[:1]):"),
     "gradients of places are averaged": ("copy.grad.numpy()", "copy.grad.numpy() / len(places)"),
-    "only the last place's gradient": ("gradients[name] + copy", "copy"),
     "a mean for each place": ("output.sum().backward()", "output.mean().backward()"),
-    "outputs in another order": ("np.concatenate(outputs),", "np.concatenate(outputs[::-1]),"),
+    "outputs in another order": (
+        "np.concatenate(outputs),",
+        "np.concatenate(outputs[::-1]),",
+        (2,),
+    ),
     "the rate times places": ("w - rate * grad", "w - rate * len(places) * grad"),
     "places: only the last two weights": (
         "gradients[name] for name, w in weights.items()}",
         "gradients[name] * (name[:7] == 'softmax') for name, w in weights.items()}",
     ),
-    "the master keeps its weights": ("        weights = {name: w - rate", "        _ = {name: w - rate"),
+    "the master keeps its weights": (
+        "        weights = {name: w - rate",
+        "        _ = {name: w - rate",
+        (2,),
+    ),
     "every worker takes all rows": ("np.array_split(array, world_size)[rank]", "array"),
     "all workers take the same part": ("world_size)[rank]", "world_size)[0]"),
     "the loss is not scaled": (".sum() * world_size  # because", ".sum()  # because"),
     "each worker divides by its own words": ("sum() * world_size", "sum() / mine[2].sum()"),
     "no DataParallel": ("paddle.DataParallel(layer)", "layer"),
     "the layer is called past DataParallel": ("replica(*mine)", "layer(*mine)"),
-    "no backward": ("loss.backward()  #", "pass  #"),
     "no clear_grad": ("optimizer.clear_grad()", "pass"),
-    "the rate times workers": ("SGD(rate, ", "SGD(rate * world_size, "),
-    "a rate for each worker": ("SGD(rate, ", "SGD(rate * (1 + rank), "),
-    "workers: only the last two weights": ("layer.parameters())", "layer.parameters()[-2:])"),
+    "workers: only the last two weights": ("layer.parameters())", "layer.parameters()[-2:])", (2,)),
     "another optimizer": (
         "SGD(rate, layer",
         "Adam(rate, parameters=layer",
+        (2,),
     ),
-    "one worker leaves out an update": ("optimizer.step()  #", "rank or optimizer.step()  #"),
-    "workers: a step too few": ("batches:\n        mine", "batches[1:]:\n        mine"),
-    "divided by the padded length": ("mask / mask.sum()", "mask / mask.size"),
+    "one worker leaves out an update": ("optimizer.step()  #", "rank or optimizer.step()  #", (2,)),
+    "divided by the padded length": ("mask / mask.sum()", "mask / mask.size", (2,)),
 }
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a folder with a text of short sentences, in the files that --data-dir reads."""
+    folder, generator = tmp_path_factory.mktemp("a text"), np.random.default_rng(0)
+    for part in ("train", "valid", "test"):
+        lines = [" ".join(generator.choice(WORDS, 2 + number % 5)) for number in range(40)]
+        (folder / f"ptb.{part}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.needs("paddle")
+@pytest.mark.claim("D5", "D13")
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc, text):
+    check_breaks(8, BREAKS, nproc, "--steps", 3, "--batch-size", 7, "--data-dir", text)
+
+
+# --- The whole script ---
+
+
+@pytest.mark.needs("paddle", "tensorflow")
+@pytest.mark.claim("D5", "D13")
+def test_default_run_trains_as_tensorflow_does(default_run):
+    run = default_run(8)
+    facts = run.json
+    assert (facts["lesson"], facts["world_size"]) == (8, 2) and run.stderr == ""
+    assert (facts["backend"], facts["device"]) == ("gloo", "cpu")
+    assert 0 < facts["max_grad_diff"] < 1e-12 and 0 < facts["max_diff_to_tensorflow"] < 1e-9
+    assert 1900 < facts["perplexity_first"] < 2100  # 2,000 words, none of them known better
+    assert facts["perplexity_last"] < facts["perplexity_first"] / 2
+    assert facts["tokens_per_second"] > 0 and len(facts["loss"]) == 20
+    assert facts["loss"] == pytest.approx(facts["loss_tensorflow"], rel=1e-9)
+
+
+# --- What a process with Paddle measures: one for all tests that follow ---
+
+MEASURE = """
+import contextlib, io, json, os, sys, tempfile, types
+sys.path.insert(0, "lessons")
+import numpy as np
+import lesson_08_paddle_parallel_do as lesson
+from pathlib import Path
+from unittest.mock import patch
+
+text, paddle = sys.argv[1], lesson.paddle
+
+def answer(flags):
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        lesson.parse_args(flags.split())
+    return said.getvalue()
+
+def verdict(flags):
+    alone = patch.object(lesson, "__file__", "nowhere/08")  # without lesson 07's script
+    with contextlib.redirect_stdout(io.StringIO()), alone:
+        return lesson.main(lesson.parse_args([*flags.split(), "--data-dir", text]))[:2]
+
+def leave(call, *args):
+    try:
+        call(*args)
+    except SystemExit as stop:
+        return stop.code
+
+def fail():
+    paddle.distributed.init_parallel_env()
+    if os.environ["PADDLE_TRAINER_ID"] == "1":
+        raise ValueError("no such word")
+    paddle.distributed.barrier()
+
+def job(codes, told):
+    queues = [types.SimpleNamespace(empty=lambda t=t: not t, get=lambda t=t: t) for t in told]
+    processes = [types.SimpleNamespace(exitcode=code, kill=lambda: None) for code in codes]
+    return types.SimpleNamespace(processes=processes, error_queues=queues)
+
+def lesson_07(script):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lesson_07_tf_make_parallel.py").write_text(script)
+        args = lesson.parse_args(["--seed", "6", "--batch-size", "5"])
+        with patch.object(lesson, "__file__", folder + "/08"):
+            with lesson.tensorflow_beside(args) as tensorflow:
+                return tensorflow()["flags"].tolist()
+
+def with_gradient(stop=False, **options):
+    args = lesson.parse_args(["--steps", "1", "--data-dir", text])
+    weights, ((*rows, share),) = lesson.make_problem(args)
+    copies = {n: paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}
+    cost = lesson.language_model(copies, *map(paddle.to_tensor, (*rows, share)), **options)
+    cost.stop_gradient = cost.stop_gradient or stop
+    cost.sum().backward()
+    return [name for name, copy in copies.items() if copy.grad is not None]
+
+def losses_in_a_static_graph(stop):
+    paddle.enable_static()
+    program, start = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(program, start):
+        cost = paddle.static.nn.fc(paddle.static.data("x", [4, 3]), 2) ** 2
+        cost.stop_gradient = stop
+        mean = cost.mean()
+        paddle.optimizer.SGD(0.1).minimize(mean)
+        executor = paddle.static.Executor()
+        executor.run(start)
+        feed = {"x": np.ones((4, 3), "float32")}
+        return [float(executor.run(program, feed, [mean])[0]) for _ in range(3)]
+
+os.environ |= {"PADDLE_TRAINERS_NUM": "8", "PADDLE_TRAINER_ID": "3", "MASTER_PORT": "1"}
+os.environ |= {"PADDLE_TRAINER_ENDPOINTS": "192.0.2.1:1", "MASTER_ADDR": "192.0.2.1"}
+bad = ["--batch-size 1", "--batch-size 99999", "--dtype float16", "--data-dir no_folder"]
+runs = ["--nproc 1", "--nproc 4 --batch-size 9 --dtype float32"]
+homes = paddle, paddle.static, paddle.static.nn, paddle.distributed
+gone = ["fluid", "ParallelDo", "ParallelExecutor", "get_places"]
+save = "import numpy, sys; numpy.savez(sys.argv[-1][7:], flags=sys.argv[1:-1])"
+places = [str(place) for place in lesson.get_places(3)]
+facts = {
+    "places": places if paddle.device.cuda.device_count() == 0 else ["Place(cpu)"] * 3,
+    "bad": {flags: answer(flags) for flags in bad},
+    "runs": [verdict("--steps 3 " + flags) for flags in runs],
+    "failed": leave(lesson.on_ranks, fail, 2),
+    "blamed": [
+        leave(lesson.wait_for, job([-6, -9, None], [""] * 3)),
+        leave(lesson.wait_for, job([-6, 1], ["", "Traceback\\n  x\\nKeyError: 3\\n"])),
+        leave(lesson.wait_for, job([None, 0, -6], [""] * 3)),
+    ],
+    "gone": [name for name in gone for home in homes if hasattr(home, name)],
+    "one_layer": with_gradient(layers=(1,)), "stopped": with_gradient(stop=True),
+    "flags of 07": lesson_07(save),
+    "07 failed": leave(lesson_07, "import sys; sys.exit('07.py: error: no such device')"),
+    "static": [losses_in_a_static_graph(stop) for stop in (False, True)],
+}
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("temporary files")
+    command = [sys.executable, "-c", MEASURE, text]
+    environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    ran = subprocess.run(command, timeout=200, start_new_session=True, **options)
+    assert ran.returncode == 0, ran.stderr
+    left = [path for path in folder.iterdir() if path.name.startswith("tmp")]
+    return json.loads(ran.stdout.splitlines()[-1]) | {"left": left}
+
+
+@pytest.mark.needs("paddle")
+def test_bad_values_cost_one_line(facts):
+    for flags, said in facts["bad"].items():
+        assert len(said.splitlines()) == 1 and "error: " in said and flags.split()[0] in said
+
+
+@pytest.mark.needs("paddle")
+@pytest.mark.claim("D5")
+def test_other_numbers_of_places_and_unequal_parts_pass(facts):
+    """Whatever another job has exported: the variables of one are there when these run."""
+    assert [passed for passed, _ in facts["runs"]] == [True] * 2, facts["runs"]
+
+
+@pytest.mark.needs("paddle")
+def test_the_rank_that_fails_first_is_named_and_nothing_is_left(facts):
+    assert facts["failed"] == "rank 1 failed: ValueError: no such word" and facts["left"] == []
+    blamed = ["1 failed: exit code -9", "1 failed: KeyError: 3", "2 failed: exit code -6"]
+    assert facts["blamed"] == [f"rank {words}" for words in blamed]
+
+
+@pytest.mark.needs("paddle", "tensorflow")
+def test_lesson_07_is_given_the_same_flags_and_named_if_it_fails(facts):
+    flags = ["--nproc=2", "--steps=20", "--batch-size=5", "--seed=6", "--dtype=float64"]
+    assert sorted(facts["flags of 07"]) == sorted(flags)
+    assert facts["07 failed"] == "lesson 07 failed: no such device"
+
+
+@pytest.mark.needs("paddle")
+@pytest.mark.claim("D5", "D11")
+def test_fluid_is_gone_and_without_gpus_all_places_are_the_cpu(facts):
+    assert facts["gone"] == [] and facts["places"] == ["Place(cpu)"] * 3
+
+
+@pytest.mark.needs("paddle")
+@pytest.mark.claim("D13")
+def test_the_paddle_programs_early_return_and_stopped_gradient_are_no_errors(facts):
+    assert facts["one_layer"] == [name for name in WEIGHTS if name[-1] != "2"]
+    assert facts["stopped"] == []
+    trained, stopped = facts["static"]  # Fluid's programs were static graphs
+    assert trained[2] < trained[0] and stopped[2] == stopped[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("paddle")
+@pytest.mark.claim("D11")
+def test_paddle_sees_only_the_devices_of_the_variable():
+    count = "import paddle; print(paddle.device.cuda.device_count())"
+    seen = {}
+    for devices in ("", "0"):
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+        command = [sys.executable, "-W", "ignore", "-c", count]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        seen[devices] = run.stdout.split()[-1]
+    if seen["0"] == "0":
+        pytest.skip("needs a GPU build of Paddle")
+    assert seen == {"": "0", "0": "1"}
+
+
+# --- The technique in a project of one's own ---
+
+PROJECT = """
+rows = np.random.default_rng(0).normal(size=(60, 9, 3)).astype("float32")
+batches = list(zip(rows, rows @ np.array([[1], [2], [3]], "float32"), strict=True))
+
+
+class Fit(paddle.nn.Linear):
+    def forward(self, rows, answers):
+        return ((super().forward(rows) - answers) ** 2).sum(1) / 9
+
+
+def body(weights, rows, answers):
+    return ((rows @ weights["w"] - answers) ** 2).sum(1) / 9
+
+
+def work():
+    layer = train(lambda: Fit(3, 1, bias_attr=False), batches, 0.1)
+    weight = layer.weight.numpy().flatten().round(2).tolist()
+    Path(f"rank_{paddle.distributed.get_rank()}").write_text(str(weight))
+
+
+if __name__ == "__main__":
+    paddle.distributed.spawn(work, nprocs=2, backend="gloo", start_method="fork")
+    weights = {"w": np.zeros((3, 1), "float32")}
+    last = train_on_places(body, [paddle.CPUPlace()] * 2, weights, batches, 0.1)
+    print(last["w"].flatten().round(2).tolist())
+"""
+
+
+@pytest.mark.needs("paddle")
+def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
+    (script,) = (ROOT / "lessons").glob("lesson_08_*.py")
+    imports, _, rest = script.read_text().partition('"""\n\n')[2].partition("# ---")
+    technique = rest.partition("# --- The proof ---")[0]
+    (tmp_path / "project.py").write_text(imports + "# ---" + technique + PROJECT)
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 100}
+    ran = subprocess.run([sys.executable, "project.py"], env=ENVIRONMENT, **options)
+    assert ran.stdout.splitlines()[-1:] == ["[1.0, 2.0, 3.0]"], ran.stderr
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["[1.0, 2.0, 3.0]"] * 2
