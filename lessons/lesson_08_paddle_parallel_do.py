@@ -240,11 +240,17 @@ def train_alone(args):
 def watch_places(args, places):
     """Train with parallel_do; return what is seen of it from outside."""
     weights, batches = make_problem(args)
-    found, technique = {"loss": [], "rows": [], "places": []}, parallel_do
+    found = {"loss": [], "rows": [], "places": [], "now": None}
+    technique, choose = parallel_do, paddle.set_device
+
+    def note_place(place):
+        found["now"] = place
+        return choose(place)
 
     def body(copies, *rows):
         found["rows"].append(rows[0].numpy())
-        found["places"].append(str(rows[0].place))
+        there = str(rows[0].place) == str(found["now"])
+        found["places"].append(found["now"] if there else None)
         return language_model(copies, *rows)
 
     def watched(*given):
@@ -255,7 +261,7 @@ def watch_places(args, places):
         return output, gradients
 
     start = time.perf_counter()
-    with patch.dict(globals(), parallel_do=watched):
+    with patch.dict(globals(), parallel_do=watched), patch.object(paddle, "set_device", note_place):
         last = train_on_places(body, places, weights, batches, LEARNING_RATE)
     found["seconds"] = time.perf_counter() - start
     return found | arrays_of("weight", last)
@@ -400,13 +406,14 @@ def wrong_on_places(seen, places, alone, batches, limits):
     """Return what is wrong with the training on places: a list of sentences."""
     off, grown = differences(seen, alone)
     rows = [seen["rows"][n : n + len(places)] for n in range(0, len(seen["rows"]), len(places))]
+    right = [*map(id, seen["places"])] == [*map(id, places)] * len(rows)
     merged = np.shape(seen["output"]) == np.shape(alone["output"])
     merged = merged and np.allclose(seen["output"], alone["output"], rtol=100 * limits[0], atol=0)
     rules = {
         f"a gradient of the places is off by {off:.2g}": off < limits[0],
         f"losses or last weights of the places are off by {grown:.2g}": grown < limits[1],
         "the places do not get a part of the rows each": not wrong_in_rows(rows, batches),
-        "a place gets the rows of another one": seen["places"] == [*map(str, places)] * len(rows),
+        "a part runs on the place of another one": right,
         "the outputs are not merged in the order of the rows": merged,
     }
     return [sentence for sentence, holds in rules.items() if not holds]

@@ -29,6 +29,7 @@ BREAKS = {
         (2,),
     ),
     "only the first place works": ("enumerate(places):", "enumerate(places[:1]):"),
+    "all parts on the first place": ("paddle.set_device(place)", "paddle.set_device(places[0])"),
     "gradients of places are averaged": ("copy.grad.numpy()", "copy.grad.numpy() / len(places)"),
     "a mean for each place": ("output.sum().backward()", "output.mean().backward()"),
     "outputs in another order": (
