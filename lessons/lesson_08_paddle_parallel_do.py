@@ -4,7 +4,6 @@ parallel_do: one process; in each step it splits the batch, copies the weights t
 the model there, and adds up the gradients. It is gone. Today paddle.DataParallel has a process for
 each place. Both must train as one place does, and as TensorFlow, if lesson 07's script is here.
 Run it: bash scripts/lesson_08.sh --nproc 2 [--data-dir FOLDER, with PTB's text]
-
 Output to expect on a CPU:
 
     perplexity ... first, ... in the last 10 steps
@@ -37,9 +36,10 @@ import numpy as np
 warnings.filterwarnings("ignore", "No ccache found")  # Paddle says it to all who import it
 try:
     import paddle
-except ImportError:
-    print("paddlepaddle is broken, or absent: pip install paddlepaddle==3.3.1", file=sys.stderr)
-    sys.exit(2)
+except ImportError as error:
+    if error.name != "paddle":
+        print("paddlepaddle is broken: pip install paddlepaddle==3.3.1", file=sys.stderr)
+    raise error if error.name == "paddle" else SystemExit(2) from None
 
 # --- The technique ---
 
