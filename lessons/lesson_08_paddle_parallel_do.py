@@ -396,7 +396,7 @@ def difference(one, other, *starts):
     return float(np.max([np.max(abs(a - b)) / np.max(abs(b)) for a, b in pairs]))
 
 
-def wrong_in_rows(seen, batches):
+def parts_are_wrong(seen, batches):
     """Return whether the parts, [rows of each part] by step, are not the rows of the batches."""
     whole = [[row.tolist() for part in parts for row in part] for parts in seen]
     uneven = any(max(map(len, parts)) - min(map(len, parts)) > 1 for parts in seen)
@@ -413,7 +413,7 @@ def wrong_on_places(seen, places, alone, batches, limits):
     rules = {
         f"a gradient of the places is off by {off:.2g}": off < limits[0],
         f"losses or last weights of the places are off by {grown:.2g}": grown < limits[1],
-        "the places do not get a part of the rows each": not wrong_in_rows(rows, batches),
+        "the places do not get a part of the rows each": not parts_are_wrong(rows, batches),
         "a part runs on the place of another one": right,
         "the outputs are not merged in the order of the rows": merged,
     }
@@ -431,7 +431,7 @@ def wrong_on_ranks(ranks, alone, batches, limits):
         f"the workers make {made} updates with SGD, not {len(batches)}": made == [len(batches)],
         f"a gradient of the workers is off by {off:.2g}": off < limits[0],
         f"losses or last weights of the workers are off by {grown:.2g}": grown < limits[1],
-        "the workers do not take a part of the rows each": not wrong_in_rows(rows, batches),
+        "the workers do not take a part of the rows each": not parts_are_wrong(rows, batches),
         "the workers' last weights differ": same,
     }
     return [sentence for sentence, holds in rules.items() if not holds]
