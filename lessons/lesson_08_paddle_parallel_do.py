@@ -1,27 +1,25 @@
-"""Lesson 08: what did Paddle's parallel_do do in each step, and what has replaced it?
+"""Lesson 08: What did Paddle's parallel_do do in each step, and what has replaced it?
 
-parallel_do (article D): one process, a list of places. In each step it splits the batch, copies
-the weights to each place, runs the model there, and adds up the gradients. It is gone. Today:
-paddle.DataParallel, a process per place, over gloo. Both must find one place's gradient, and
-TensorFlow must find the same loss and gradient, if lesson 07's script is in this folder.
-
-Run it:     bash scripts/lesson_08.sh --nproc 2
-PTB's text: bash scripts/lesson_08.sh --data-dir FOLDER
-
+parallel_do: one process; in each step it splits the batch, copies the weights to each place, runs
+the model there, and adds up the gradients. It is gone. Today paddle.DataParallel has a process for
+each place. Both must train as one place does, and as TensorFlow, if lesson 07's script is here.
+Run it: bash scripts/lesson_08.sh --nproc 2 [--data-dir FOLDER, with PTB's text]
 Output to expect on a CPU:
 
     perplexity ... first, ... in the last 10 steps
     TensorFlow's loss and gradient: within ...
-    PASS 2 places, 2 workers: gradients off by ...
+    PASS 2 places, 2 workers: they train as one place does (gradients off by ...)
 """
 
 import argparse
 import collections
+import contextlib
 import importlib.util
 import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -31,42 +29,67 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
-LEARNING_RATE = 2.0  # that of lesson 07
+warnings.filterwarnings("ignore", "No ccache found")  # Paddle says it to all who import it
+try:
+    import paddle
+except ImportError as error:
+    if error.name != "paddle":
+        print("paddlepaddle is broken: pip install paddlepaddle==3.3.1", file=sys.stderr)
+    raise error if error.name == "paddle" else SystemExit(2) from None
+
+# --- The technique ---
 
 
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
+def parallel_do(body, places, weights, *inputs):
+    """Call body(weights, *part) on each place; return (outputs, merged; gradients of their sum).
 
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
-
-    def exit(self, status=0, message=""):
-        if len(message) > 300:  # it repeats a long value
-            message = f"{message[:200]} ... {message[-50:]}"
-        super().exit(status, message)
+    In a step of Fluid's ParallelDo: split the inputs, copy the weights, run the body, merge what
+    it returns, add up the gradients. Arrays come in, arrays go out: the CPU's memory is the master.
+    """
+    outputs, gradients = [], dict.fromkeys(weights, 0)
+    parts = [np.array_split(array, len(places)) for array in inputs]
+    for number, place in enumerate(places):  # in turn; Fluid had a thread for each place
+        paddle.set_device(place)
+        mine = [paddle.to_tensor(part[number]) for part in parts]
+        copies = {name: paddle.to_tensor(w, stop_gradient=False) for name, w in weights.items()}
+        output = body(copies, *mine)
+        output.sum().backward()
+        outputs.append(output.numpy())
+        gradients = {name: gradients[name] + copy.grad.numpy() for name, copy in copies.items()}
+    return np.concatenate(outputs), gradients
 
 
-# --- The common problem: exactly the same in lessons 07 and 08; only Python and NumPy ---
+def train_on_places(body, places, weights, batches, rate):
+    """Train with parallel_do in this one process; return the last weights."""
+    for batch in batches:
+        _, gradients = parallel_do(body, places, weights, *batch)
+        weights = {name: w - rate * gradients[name] for name, w in weights.items()}
+    return weights
+
+
+def train(make_layer, batches, rate):
+    """Train as one of the processes that spawn or launch has started; return the layer."""
+    paddle.distributed.init_parallel_env()
+    rank, world_size = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
+    layer = make_layer()
+    replica = paddle.DataParallel(layer)  # sends rank 0's weights to all, once
+    optimizer = paddle.optimizer.SGD(rate, layer.parameters())
+    for batch in batches:
+        mine = [paddle.to_tensor(np.array_split(array, world_size)[rank]) for array in batch]
+        loss = replica(*mine).sum() * world_size  # because DataParallel divides by it:
+        loss.backward()  # an all-reduce; leaves the mean of the ranks' gradients
+        optimizer.step()  # each rank makes the same update
+        optimizer.clear_grad()
+    return layer
+
+
+# --- The proof ---
+
+# The problem: exactly the same in lessons 07 and 08; only Python and NumPy.
 
 
 def read_sentences(data_dir=None):
@@ -132,27 +155,7 @@ def initial_weights(seed, words, width=64):
     return {name: generator.uniform(-0.1, 0.1, shape) for name, shape in shapes.items()}
 
 
-# --- New in this lesson ---
-
-
-def forget_other_jobs():
-    """Remove what a launcher or scheduler has told this process: our workers are another job.
-
-    Where PADDLE_TRAINERS_NUM is not 1, Paddle starts no worker; and workers read MASTER_PORT.
-    """
-    for name in [*os.environ]:
-        if name.startswith("PADDLE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
-
-
-def import_paddle():
-    """Import paddle, quietly. Not above: --help would have to wait for it."""
-    global paddle
-    warnings.simplefilter("ignore")  # Paddle's warnings are for those who build it
-    logging.disable(logging.INFO)  # and so is the list of ports
-    os.environ["PYTHONWARNINGS"] = "ignore"  # the same in the workers
-    paddle = importlib.import_module("paddle")
-    paddle.disable_signal_handler()  # else a page about C++ when someone ends this process
+LEARNING_RATE = 2.0  # that of lesson 07
 
 
 def language_model(weights, inputs, targets, share, layers=(1, 2)):
@@ -170,149 +173,369 @@ def language_model(weights, inputs, targets, share, layers=(1, 2)):
     return (losses.squeeze(-1) * share).sum(1)
 
 
+class LanguageModel(paddle.nn.Layer):
+    """The same model as a layer, which keeps its weights itself."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, w in weights.items():
+            fill = paddle.nn.initializer.Assign(w)
+            self.add_parameter(name, self.create_parameter(w.shape, fill, str(w.dtype)))
+
+    def forward(self, *rows):
+        return language_model(dict(self.named_parameters()), *rows)
+
+
+def make_problem(args):
+    """Return the first weights, {name: array}, and the batches of all steps: those of lesson 07.
+
+    Of a batch's loss each real word has the same share, whichever part of the batch it is in.
+    """
+    sentences, _ = read_sentences(args.data_dir)
+    numbers = number_words(sentences)
+    weights = {n: w.astype(args.dtype) for n, w in initial_weights(args.seed, len(numbers)).items()}
+    batches, found = make_batches(sentences, numbers, args.batch_size, args.seed), []
+    for inputs, targets, mask in (next(batches) for _ in range(args.steps)):
+        found.append((inputs, targets, (mask / mask.sum()).astype(args.dtype)))
+    return weights, found
+
+
 def get_places(count):
-    """Return `count` places: GPUs if Paddle sees that many (claim D11), else all are the CPU."""
+    """Return `count` places: GPUs if Paddle sees that many, else all of them are the CPU."""
     gpus = paddle.device.cuda.device_count()
     return [paddle.CUDAPlace(k) if gpus >= count else paddle.CPUPlace() for k in range(count)]
 
 
-def parallel_do(fn, places, weights, **inputs):
-    """Run fn(weights, **part) on each place. Return what fn returned, merged, (rows, ...), and
-    {name: gradient of its sum}. Arrays in, arrays out: the CPU is the master (claim D5)."""
-    outputs, gradients = [], dict.fromkeys(weights, 0)
-    parts = {name: np.array_split(array, len(places)) for name, array in inputs.items()}
-    for index, place in enumerate(places):  # in turn; Fluid had a thread for each place
-        paddle.set_device(place)
-        part = {name: paddle.to_tensor(rows[index]) for name, rows in parts.items()}  # read_input
-        copies = {n: paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}  # sent
-        output = fn(copies, **part)
-        output.sum().backward()
-        outputs.append(output.numpy())
-        gradients = {n: gradients[n] + copy.grad.numpy() for n, copy in copies.items()}
-    return np.concatenate(outputs), gradients  # write_output: the rows in their old order
+def backend_for(count):
+    """Return what carries the collectives of so many ranks: nccl if each has a GPU, else gloo."""
+    return "nccl" if get_places(count)[0].is_gpu_place() else "gloo"
 
 
-def make_problem(args):
-    """Return the first weights, {name: array}, and the batches: those of lesson 07."""
-    sentences, _ = read_sentences(args.data_dir)
-    numbers = number_words(sentences)
-    weights = {n: w.astype(args.dtype) for n, w in initial_weights(args.seed, len(numbers)).items()}
-    return weights, make_batches(sentences, numbers, args.batch_size, args.seed)
+def arrays_of(kind, tensors):
+    """Return {kind_name: array} of a layer's or a place's tensors."""
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {f"{kind}_{name}": np.array(tensor) for name, tensor in there.items()}
 
 
-def train(args, places):
-    """Return loss (steps,), gradient_<name> of step 1, last weight_<name>; words_per_second."""
+def train_alone(args):
+    """Train on one place, all rows at once, without the technique: what must come out.
+
+    Returns, as the next two do: outputs of step 1, gradients of step 1, losses, last weights.
+    """
+    paddle.set_device(get_places(1)[0])
     weights, batches = make_problem(args)
-    losses, words, start = [], 0, time.perf_counter()
-    for inputs, targets, mask in (next(batches) for _ in range(args.steps)):
-        share = (mask / mask.sum()).astype(args.dtype)  # of all words of the batch, not of a part
-        rows = {"inputs": inputs, "targets": targets, "share": share}
-        output, gradients = parallel_do(language_model, places, weights, **rows)
-        if not losses:
-            found = {f"gradient_{name}": gradient for name, gradient in gradients.items()}
-        losses.append(output.sum())
-        weights = {name: w - LEARNING_RATE * gradients[name] for name, w in weights.items()}
-        words += mask.sum()
-    found |= {f"weight_{name}": w for name, w in weights.items()} | {"loss": np.array(losses)}
-    return found | {"words_per_second": words / (time.perf_counter() - start)}
+    found = {"loss": []}
+    for batch in batches:
+        tensors = {n: paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}
+        parts = language_model(tensors, *map(paddle.to_tensor, batch))
+        parts.sum().backward()
+        slopes = {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+        if not found["loss"]:
+            found |= {"output": parts.numpy()} | arrays_of("gradient", slopes)
+        found["loss"].append(float(parts.sum()))
+        weights = {name: w - LEARNING_RATE * slopes[name] for name, w in weights.items()}
+    return found | arrays_of("weight", weights)
 
 
-def prepare_worker():
-    """End this process when its parent is gone, however that ended; silence it; import paddle."""
+def watch_places(args, places):
+    """Train with parallel_do; return what is seen of it from outside."""
+    weights, batches = make_problem(args)
+    found = {"loss": [], "rows": [], "places": [], "now": None}
+    technique, choose = parallel_do, paddle.set_device
+
+    def note_place(place):
+        found["now"] = place
+        return choose(place)
+
+    def body(copies, *rows):
+        found["rows"].append(rows[0].numpy())
+        there = str(rows[0].place) == str(found["now"])
+        found["places"].append(found["now"] if there else None)
+        return language_model(copies, *rows)
+
+    def watched(*given):
+        output, gradients = technique(*given)
+        if not found["loss"]:
+            found.update({"output": output} | arrays_of("gradient", gradients))
+        found["loss"].append(float(output.sum()))
+        return output, gradients
+
+    start = time.perf_counter()
+    with patch.dict(globals(), parallel_do=watched), patch.object(paddle, "set_device", note_place):
+        last = train_on_places(body, places, weights, batches, LEARNING_RATE)
+    found["seconds"] = time.perf_counter() - start
+    return found | arrays_of("weight", last)
+
+
+def watch_rank(args):
+    """Train as one rank; return what is seen of it from outside. Only rank 0 has the weights."""
+    weights, batches = make_problem(args)
+    found, update = {"loss": [], "rows": [], "updates": 0}, paddle.optimizer.SGD.step
+
+    def make_layer():
+        first = paddle.distributed.get_rank() == 0
+        layer = LanguageModel({name: w if first else 0 * w for name, w in weights.items()})
+        layer.register_forward_post_hook(after_forward)
+        return layer
+
+    def after_forward(layer, rows, output):
+        found["layer"] = layer
+        found["rows"].append(rows[0].numpy())
+        found["loss"].append(float(output.sum()))
+
+    def step(optimizer):
+        if not found["updates"]:
+            gradients = {name: w.grad for name, w in found["layer"].named_parameters()}
+            found.update(arrays_of("gradient", gradients))
+        found["updates"] += 1
+        update(optimizer)
+
+    with patch.object(paddle.optimizer.SGD, "step", step):
+        train(make_layer, batches, LEARNING_RATE)
+    if paddle.distributed.is_initialized():  # not if it is alone
+        paddle.distributed.barrier()  # rank 0 has the store in which all meet: it must not leave
+    last = dict(found.pop("layer").named_parameters())
+    return found | arrays_of("weight", last)
+
+
+def watch_ranks(args):
+    """Train with DataParallel; return what is seen of each rank, and all rows' loss."""
+    ranks = on_ranks(watch_rank, args.nproc, args)
+    losses = [sum(parts) for parts in zip(*(rank["loss"] for rank in ranks), strict=False)]
+    return [rank | {"own_loss": rank["loss"], "loss": losses} for rank in ranks]
+
+
+def be_a_rank(function, args, folder):
+    """Be a new process: call function(*args), and leave what it returns in `folder`."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
     os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)  # what Paddle's C++ code reports
-    import_paddle()
-
-
-def worker(args, folder, own_words):
-    """Be one rank of paddle.DataParallel: leave rank_<rank>.npz with what `train` returns."""
-    prepare_worker()
-    rank, losses = int(os.environ["PADDLE_TRAINER_ID"]), []
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (a notebook has others)
     try:
-        paddle.distributed.init_parallel_env()
-        (first, batches), layer = make_problem(args), paddle.nn.Layer()
-        for name, w in first.items():  # the other ranks start with zeros
-            fill = paddle.nn.initializer.Assign(w if rank == 0 else 0 * w)
-            layer.add_parameter(name, layer.create_parameter(w.shape, fill, args.dtype))
-        weights = dict(layer.named_parameters())
-        layer.forward = lambda *rows: language_model(weights, *rows)
-        replica = paddle.DataParallel(layer)  # sends rank 0's weights to all, once
-        optimizer = paddle.optimizer.SGD(LEARNING_RATE, layer.parameters())
-        for batch in (next(batches) for _ in range(args.steps)):
-            words, targets, mask = (np.array_split(array, args.nproc)[rank] for array in batch)
-            share = mask / (mask.sum() if own_words else batch[2].sum() / args.nproc)
-            loss = replica(*map(paddle.to_tensor, (words, targets, share.astype(args.dtype)))).sum()
-            loss.backward()  # all-reduce: the sum over the ranks, divided by their number
-            if not losses:
-                found = {f"gradient_{name}": w.grad.numpy() for name, w in weights.items()}
-            losses.append(loss.item() / args.nproc)
-            optimizer.step()
-            optimizer.clear_grad()
-        found |= {f"weight_{name}": w.numpy() for name, w in weights.items()}
-        np.savez(f"{folder}/rank_{rank}.npz", **found, loss=losses)
+        found = pickle.dumps(function(*args))
+        Path(folder, os.environ["PADDLE_TRAINER_ID"]).write_bytes(found)
     except Exception:
         time.sleep(1)  # the others wait for this rank; when it leaves, they fail as well
         raise
 
 
 def wait_for(job):
-    """Return when all workers have ended well. SystemExit names the rank that failed."""
+    """Return when all ranks have ended well. SystemExit names the rank that failed."""
     try:
         while not any(codes := [p.exitcode for p in job.processes]) and None in codes:
-            time.sleep(0.05)
+            time.sleep(0.02)
         if any(codes):
             time.sleep(0.3)  # a rank that loses a neighbour aborts (-6), maybe before it ends
             codes = [process.exitcode for process in job.processes]
             rank = min(range(len(codes)), key=lambda r: (codes[r] in (None, 0), codes[r] == -6))
             told = job.error_queues[rank]
-            why = f"exit code {codes[rank]}" if told.empty() else told.get().splitlines()[-1]
-            sys.exit(f"rank {rank} failed: {why}")
+            why = f"exit code {codes[rank]}" if told.empty() else told.get().strip()
+            sys.exit(f"rank {rank} failed: {why.splitlines()[-1]}")
     finally:
         for process in job.processes:
             process.kill()
 
 
-def run_workers(args, own_words=False):
-    """Train with paddle.DataParallel in args.nproc processes; return what each found, by rank.
-    `own_words`: each rank divides by the number of its own words, which is wrong."""
-    backend = "nccl" if get_places(args.nproc)[0].is_gpu_place() else "gloo"
-    options = {"join": False, "daemon": True, "backend": backend}  # spawn looks for free ports
+def on_ranks(function, nproc, *args):
+    """Call function(*args) in `nproc` processes; return what each has returned, by rank.
+
+    On CPUs they are forks, which need not import Paddle again. CUDA can't be used in a fork.
+    """
+    logging.disable(logging.INFO)  # the ports that spawn has found
+    warnings.filterwarnings("ignore", ".*trained under CPUONLY mode")  # by gloo: we know
+    for name in [*os.environ]:  # else spawn starts nothing: we would be a part of that other job
+        if name.startswith("PADDLE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    backend = backend_for(nproc)
+    fork = backend == "gloo" and sys.platform == "linux"
+    options = {"backend": backend, "start_method": "fork" if fork else "spawn"}
     with tempfile.TemporaryDirectory() as folder:
-        job = paddle.distributed.spawn(worker, (args, folder, own_words), args.nproc, **options)
+        given = function, args, folder
+        job = paddle.distributed.spawn(be_a_rank, given, nproc, False, True, **options)
         wait_for(job)
-        found = [dict(np.load(f"{folder}/rank_{rank}.npz")) for rank in range(args.nproc)]
-    loss = sum(rank["loss"] for rank in found)  # each rank knows its own rows' part of the loss
-    return [rank | {"loss": loss, "own_loss": rank["loss"]} for rank in found]
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(nproc)]
 
 
-def ask_tensorflow(args):
-    """Run lesson 07 with the same flags in its own process; return its arrays, or None."""
+@contextlib.contextmanager
+def tensorflow_beside(args):
+    """Run lesson 07 with the same flags in a process of its own; yield how to get its arrays.
+
+    What is yielded waits for lesson 07, and returns None if there is none.
+    """
     script = Path(__file__).with_name("lesson_07_tf_make_parallel.py")
     if not script.is_file() or importlib.util.find_spec("tensorflow") is None:
-        return None
+        yield lambda: None
+        return
     with tempfile.TemporaryDirectory() as folder:
-        flags = {**vars(args), "json": None, "save": Path(folder, "tensorflow.npz")}
+        path = Path(folder, "tensorflow.npz")
+        flags = {**vars(args), "json": None, "save": path}
         flags = [f"--{n.replace('_', '-')}={v}" for n, v in flags.items() if v is not None]
-        ended = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
-        if not Path(folder, "tensorflow.npz").exists():
-            said = ended.stderr.strip().rpartition("\n")[2]
-            sys.exit("lesson 07 failed: " + said.removeprefix(f"{script.name}: error: "))
-        return dict(np.load(f"{folder}/tensorflow.npz"))
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, script, *flags], **pipes) as process:
+            try:
+                yield lambda: read_arrays(path, process.communicate()[1])
+            finally:
+                process.kill()
 
 
-def difference(one, other):
-    """Return the largest relative difference of the first loss and of a weight's gradient."""
-    pairs = [(one["loss"][0], other["loss"][0])]
-    pairs += [(one[name], other[name]) for name in other if name.startswith("gradient_")]
+def read_arrays(path, stderr):
+    """Return the arrays of a file that lesson 07 has written; SystemExit says why it has not."""
+    if not path.exists():
+        said = stderr.strip().rpartition("\n")[2]
+        sys.exit("lesson 07 failed: " + said.partition(": error: ")[2] or said)
+    return dict(np.load(path))
+
+
+def difference(one, other, *starts):
+    """Return the largest relative difference of the first losses, and of arrays with such names."""
+    names = [name for name in other if name.startswith(starts)]
+    pairs = [
+        (one["loss"][0], other["loss"][0]),
+        *((one.get(name, np.nan), other[name]) for name in names),
+    ]
     return float(np.max([np.max(abs(a - b)) / np.max(abs(b)) for a, b in pairs]))
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    parser = Arguments(__doc__, nproc=2, steps=100, batch_size=32)
+def parts_are_wrong(seen, batches):
+    """Return whether the parts, [rows of each part] by step, are not the rows of the batches."""
+    whole = [[row.tolist() for part in parts for row in part] for parts in seen]
+    uneven = any(max(map(len, parts)) - min(map(len, parts)) > 1 for parts in seen)
+    return uneven or whole != [inputs.tolist() for inputs, *_ in batches]
+
+
+def wrong_on_places(seen, places, alone, batches, limits):
+    """Return what is wrong with the training on places: a list of sentences."""
+    off, grown = differences(seen, alone)
+    rows = [seen["rows"][n : n + len(places)] for n in range(0, len(seen["rows"]), len(places))]
+    right = [*map(id, seen["places"])] == [*map(id, places)] * len(rows)
+    merged = np.shape(seen["output"]) == np.shape(alone["output"])
+    merged = merged and np.allclose(seen["output"], alone["output"], rtol=100 * limits[0], atol=0)
+    rules = {
+        f"a gradient of the places is off by {off:.2g}": off < limits[0],
+        f"losses or last weights of the places are off by {grown:.2g}": grown < limits[1],
+        "the places do not get a part of the rows each": not parts_are_wrong(rows, batches),
+        "a part runs on the place of another one": right,
+        "the outputs are not merged in the order of the rows": merged,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_on_ranks(ranks, alone, batches, limits):
+    """Return what is wrong with the training in processes: a list of sentences."""
+    off, grown = np.max([differences(rank, alone) for rank in ranks], axis=0)
+    rows = [*zip(*(rank["rows"] for rank in ranks), strict=False)]
+    names = [name for name in alone if name.startswith("weight_")]
+    same = all((rank[name] == ranks[0][name]).all() for rank in ranks for name in names)
+    made = sorted({rank["updates"] for rank in ranks})
+    rules = {
+        f"the workers make {made} updates with SGD, not {len(batches)}": made == [len(batches)],
+        f"a gradient of the workers is off by {off:.2g}": off < limits[0],
+        f"losses or last weights of the workers are off by {grown:.2g}": grown < limits[1],
+        "the workers do not take a part of the rows each": not parts_are_wrong(rows, batches),
+        "the workers' last weights differ": same,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def differences(found, alone):
+    """Return how far step 1 is from one place's, and how far all losses and last weights are."""
+    if len(found["loss"]) != len(alone["loss"]):
+        return np.nan, np.nan
+    off = difference(found, alone, "gradient_")
+    return off, max(difference(found, alone, "weight_"), loss_difference(found, alone))
+
+
+def loss_difference(one, other):
+    """Return the largest relative difference of two trainings' losses, over all steps."""
+    ours, theirs = np.array(one["loss"]), np.array(other["loss"])
+    return float(np.max(abs(ours - theirs) / theirs))
+
+
+def wrong_in_losses(args, losses, words):
+    """Return what is wrong with the losses of one place: a list of sentences."""
+    first, last = losses[0], np.mean(losses[-10:])
+    short = args.steps < 20 or args.batch_size < 32  # too short to learn
+    rules = {
+        f"the first loss, {first:.3g}, is not log {words}": abs(first - np.log(words)) < 0.05,
+        "it has not learned": short or last < first - 0.5,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_tensorflow(theirs, alone, limits):
+    """Return in what TensorFlow differs, if it is there: a list of sentences."""
+    if theirs is None:
+        return []
+    apart, grown = difference(alone, theirs, "gradient_"), loss_difference(alone, theirs)
+    rules = {
+        f"TensorFlow's gradient is off by {apart:.2g}": apart < 1000 * limits[0],
+        f"TensorFlow's losses are off by {grown:.2g}": grown < limits[1],
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def main(args):
+    """Run the lesson; return whether its claim holds, the claim, and the numbers."""
+    paddle.disable_signal_handler()  # else a page about C++ when someone ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave each `with`
+    places, (weights, batches) = get_places(args.nproc), make_problem(args)
+    limits = (1e-12, 1e-9) if args.dtype == "float64" else (1e-5, 1e-2)  # rounding: step 1, later
+    with tensorflow_beside(args) as tensorflow:
+        ranks = watch_ranks(args)  # first: forks of a process that has not computed yet
+        seen, alone = watch_places(args, places), train_alone(args)
+        theirs = tensorflow()
+    wrong = wrong_on_places(seen, places, alone, batches, limits)
+    wrong += wrong_on_ranks(ranks, alone, batches, limits)
+    wrong += wrong_in_losses(args, alone["loss"], len(weights["embedding"]))
+    wrong += wrong_in_tensorflow(theirs, alone, limits)
+    numbers = {"lesson": 8, "world_size": args.nproc, "backend": backend_for(args.nproc)}
+    numbers |= {"device": "gpu" if places[0].is_gpu_place() else "cpu"}
+    diff = np.max([difference(found, alone, "gradient_") for found in (seen, *ranks)]).item()
+    numbers |= {"max_grad_diff": diff} | numbers_of(seen, theirs, alone, batches)
+    report(numbers)
+    right = [f"they train as one place does (gradients off by {diff:.1e})"]
+    claim = f"{args.nproc} places, {args.nproc} workers: {'; '.join(wrong or right)}"
+    return not wrong, claim, numbers
+
+
+def numbers_of(seen, theirs, alone, batches):
+    """Return what is measured of the training on places, and how far TensorFlow is away."""
+    first, last = np.exp([seen["loss"][0], np.mean(seen["loss"][-10:])]).tolist()
+    words = sum((share > 0).sum() for *_, share in batches)
+    numbers = {"perplexity_first": first, "perplexity_last": last, "loss": seen["loss"]}
+    numbers["tokens_per_second"] = float(words / seen["seconds"])
+    numbers["max_diff_to_tensorflow"] = theirs and difference(alone, theirs, "gradient_")
+    return numbers | {"loss_tensorflow": theirs and theirs["loss"].tolist()}
+
+
+def report(numbers):
+    """Print what a reader wants to know."""
+    first, last = numbers["perplexity_first"], numbers["perplexity_last"]
+    steps = len(numbers["loss"][-10:])
+    print(f"perplexity {first:.0f} first, {last:.0f} in the last {steps} steps")
+    apart = numbers["max_diff_to_tensorflow"]
+    missing = "not compared: that needs tensorflow, and lesson 07's script in this folder"
+    print("TensorFlow's loss and gradient:", missing if apart is None else f"within {apart:.1e}")
+
+
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before anything is started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    places = {"type": whole(1, 64), "default": 2}
+    parser.add_argument("--nproc", **places, help="places, and workers, %(default)s")
+    parser.add_argument("--steps", type=whole(1, 10**6), default=20, help="%(default)s")
+    size = {"type": whole(1, 10**6), "default": 32}
+    parser.add_argument(
+        "--batch-size", **size, help="sentences, of all places together, %(default)s"
+    )
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    kinds = {"choices": ("float32", "float64"), "default": "float64"}
+    parser.add_argument("--dtype", **kinds, help="%(default)s: rounding then hides no mistake")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
     try:
         sentences = len(read_sentences(args.data_dir)[0])
@@ -320,40 +543,33 @@ def main(argv=None):
         parser.error(f"argument --data-dir: {error}")
     if not args.nproc <= args.batch_size <= sentences:
         parser.error(f"argument --batch-size: must be from --nproc, {args.nproc}, to {sentences}")
-    if importlib.util.find_spec("paddle") is None:
-        parser.error("needs paddlepaddle: pip install paddlepaddle==3.3.1")
-    forget_other_jobs()
-    try:
-        import_paddle()
-    except Exception as error:
-        broken = f"paddlepaddle is broken, its import ends with {type(error).__name__}"
-        parser.error(f"{broken}: pip install --force-reinstall paddlepaddle==3.3.1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave each `with`: remove its folder
-    n, gpu = args.nproc, get_places(args.nproc)[0].is_gpu_place()
-    theirs = ask_tensorflow(args)  # first: if it fails, no work of ours is lost
-    ours = train(args, get_places(n))
-    one = train(argparse.Namespace(**{**vars(args), "steps": 1}), get_places(1))
-    workers = run_workers(args)
-    diff = float(np.max([difference(found, one) for found in (ours, *workers)]))
-    apart = difference(ours, theirs) if theirs else None
-    small, equal = (1e-5, 1e-5) if args.dtype == "float32" else (1e-12, 1e-9)
-    first, last = np.exp([ours["loss"][0], ours["loss"][-10:].mean()], dtype="f8").tolist()
-    learned = args.steps < 100 or args.batch_size < 32 or last <= first / 2  # not in a short run
-    passed = bool(learned and last < np.inf and diff < small and (not theirs or apart < equal))
-    passed &= all((w[n] == workers[0][n]).all() for w in workers for n in w if "weight_" in n)
-    result = {"lesson": 8, "world_size": n, "passed": passed, "device": "gpu" if gpu else "cpu"}
-    result |= {"backend": "nccl" if gpu else "gloo", "max_grad_diff": diff}
-    result |= {"max_diff_to_tensorflow": apart, "tokens_per_second": ours.pop("words_per_second")}
-    result |= {"perplexity_first": first, "perplexity_last": last}
-    result |= {"loss": ours["loss"].tolist(), "loss_tensorflow": theirs and theirs["loss"].tolist()}
-    print(f"perplexity {first:.0f} first, {last:.0f} in the last", len(ours["loss"][-10:]), "steps")
-    missing = "not compared: that needs tensorflow, and lesson 07's script in this folder"
-    print("TensorFlow's loss and gradient:", f"within {apart:.1e}" if theirs else missing)
-    print("PASS" if passed else "FAIL", f"{n} places, {n} workers: gradients off by {diff:.1e}")
-    if args.json:
-        print(json.dumps(result))
+    return args
+
+
+# --- The frame: the same in every lesson ---
+
+
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

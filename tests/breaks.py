@@ -76,8 +76,8 @@ def judge_breaks(said):
 
 def verdicts_beside_torch(sources, words):
     """Return {name: (passed, claim)} from one new process, in which nobody has imported torch."""
-    command = [sys.executable, "-c", BESIDE_TORCH, json.dumps([sources, words])]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command, given = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, words])
+    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -85,7 +85,7 @@ def verdicts_beside_torch(sources, words):
 BESIDE_TORCH = """
 import contextlib, io, json, sys
 
-sources, words = json.loads(sys.argv[1])
+sources, words = json.load(sys.stdin)
 said = {}
 for name, source in sources.items():
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}

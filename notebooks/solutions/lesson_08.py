@@ -1,15 +1,119 @@
-"""The exercise of lesson 08: scale the loss, so that an average of gradients is the right gradient.
+"""Solutions of the tasks of lesson 08, and their checks, which start no other process."""
 
-Paddle is imported in `check` only: whoever imports this file need not have it, or wait for it.
-"""
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-import sys
-
+import lesson_08_paddle_parallel_do as lesson
 import numpy as np
-from lesson_08_paddle_parallel_do import import_paddle
+import paddle
+
+# --- Task 1: predict ---
+
+gradient_of_means = 14.5  # 1.5 + 5 + 8
 
 
-def solution(loss_sum, words, world_size, all_reduce_sum):
+def check_gradient_of_means(guess):
+    """Return None if `guess` is right, else a hint."""
+    if abs(guess - gradient_of_means) < 1e-9:
+        return None
+    if abs(guess - 4.5) < 1e-9:
+        return "that would be the mean over all rows; but a place knows only its own"
+    if abs(guess - gradient_of_means / 3) < 0.01:
+        return "what does the master do with the gradients of the places: is it a mean?"
+    return "write down what each place returns for w = 1, and who does what with the three"
+
+
+# --- Task 2: build ---
+
+
+def parallel_do_at_once(body, places, weights, *inputs):
+    """Do what parallel_do does, with a thread for each place; each has copies of its own."""
+    parts = zip(*(np.array_split(array, len(places)) for array in inputs), strict=True)
+
+    def work(place, part):
+        return lesson.parallel_do(body, [place], weights, *part)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        answers = list(pool.map(work, places, parts))  # in the order of the places; raises errors
+    outputs, gradients = zip(*answers, strict=True)
+    return np.concatenate(outputs), {n: sum(found[n] for found in gradients) for n in weights}
+
+
+def make_body(count):
+    """Return a body that waits until `count` of them run; the first places are the slowest.
+
+    Each changes its copy of the weights before it uses it: nobody else may see that.
+    """
+    gate = threading.Barrier(count)
+
+    def body(copies, rows, number):
+        gate.wait(3)
+        time.sleep(0.1 / (1 + float(number.min())))
+        copies["w"].set_value(copies["w"].detach() + 1)
+        gate.wait(3)
+        return (rows @ copies["w"]) ** 2 + copies["b"] * number
+
+    return body
+
+
+def check_parallel_do_at_once(attempt):
+    """Return None if the attempt equals parallel_do, all places at once, else what is wrong."""
+    generator = np.random.default_rng(0)
+    weights = {"w": generator.normal(size=2), "b": np.ones(1)}
+    for count in (2, 3):
+        rows, number = generator.normal(size=(3 * count + 1, 2)), np.arange(3.0 * count + 1)
+        places, where = [paddle.CPUPlace()] * count, f"with {count} places"
+        one = lesson.parallel_do(make_body(1), places[:1], weights, rows, number)
+        try:
+            found = attempt(make_body(count), places, weights, rows, number)
+        except threading.BrokenBarrierError:
+            return f"{where} they do not run at the same time: one waits until another has ended"
+        problem = wrong_answer(found, one)
+        if problem:
+            return f"{where} {problem}"
+    return wrong_after_an_error(attempt)
+
+
+def wrong_answer(found, one):
+    """Return what is wrong with (outputs, gradients), compared with those of one place, or None."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        return "it does not return a pair: outputs, and {name: gradient}"
+    outputs, right = np.asarray(found[0]), one[0]
+    if outputs.shape != right.shape:
+        return f"the outputs have the shape {outputs.shape}, not {right.shape}"
+    if not np.allclose(outputs, right, rtol=1e-9):
+        if np.allclose(np.sort(outputs), np.sort(right), rtol=1e-9):
+            return "the outputs are not in the order of the rows: the first place is the slowest"
+        return "the outputs are others: does each place have a copy of the weights for itself?"
+    for name in one[1]:
+        gradient = np.asarray(found[1].get(name, np.nan))
+        if not np.allclose(gradient, one[1][name], rtol=1e-9):
+            return f"the gradient of {name!r} is not the sum over the places"
+    return None
+
+
+def wrong_after_an_error(attempt):
+    """Return what is wrong if the body of one place raises an error, or None."""
+
+    def body(copies, rows):
+        if rows.min() > 3:
+            raise ValueError("row 7 is damaged")
+        return rows * copies["b"]
+
+    try:
+        attempt(body, [paddle.CPUPlace()] * 2, {"b": np.ones(1)}, np.arange(8.0))
+    except ValueError:
+        return None
+    except Exception as error:
+        return f"a body raised a ValueError; what came out is {type(error).__name__}"
+    return "a body raised an error, and nobody heard of it: it must come out of your function"
+
+
+# --- Task 3: build ---
+
+
+def scale_loss(loss_sum, words, world_size, all_reduce_sum):
     """Return this rank's loss, a scalar tensor, for a framework that averages gradients.
 
     `loss_sum` is the sum over this rank's `words` real words. `all_reduce_sum(number)` returns the
@@ -18,7 +122,7 @@ def solution(loss_sum, words, world_size, all_reduce_sum):
     return loss_sum * world_size / all_reduce_sum(words)
 
 
-def average_gradient(paddle, attempt, rows, masks):
+def average_gradient(attempt, rows, masks):
     """Let the attempt be each rank in turn; return average gradient and loss, or what is wrong.
 
     Each rank is asked twice. The first time we learn what it adds to the sums; the second time
@@ -51,21 +155,19 @@ def average_gradient(paddle, attempt, rows, masks):
     return sum(gradients) / len(rows), sum(losses) / len(rows)
 
 
-def check(attempt, nproc=2):
+def check_scale_loss(attempt, nproc=2):
     """Return None if the attempt is right, else one sentence about what is wrong."""
     return check_ranks(attempt, nproc) or check_ranks(attempt, nproc + 1)
 
 
 def check_ranks(attempt, nproc):
     """Return None if the attempt is right for so many ranks, else what is wrong."""
-    import_paddle()
-    paddle = sys.modules["paddle"]
     generator = np.random.default_rng(0)
     none = [0, *[3] * (nproc - 1)] if nproc > 1 else [3]  # rank 0 of several has no words
     for lengths in (range(4, 4 + nproc), range(1, 1 + 5 * nproc, 5), [3] * nproc, none):
         rows = [generator.normal(size=(8 * nproc, 3)) for _ in lengths]
         masks = [(np.arange(8 * nproc) < length).astype("f8") for length in lengths]
-        found = average_gradient(paddle, attempt, rows, masks)
+        found = average_gradient(attempt, rows, masks)
         place = f"with {nproc} ranks that have {' + '.join(map(str, lengths))} words"
         if isinstance(found, str):
             return f"{place}: {found}"
@@ -86,11 +188,24 @@ def check_ranks(attempt, nproc):
     return None
 
 
-# The task of the notebook: its check, and its solution.
-TASKS = {"scale_loss": (check, solution)}
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "gradient_of_means": (check_gradient_of_means, gradient_of_means),
+    "parallel_do_at_once": (check_parallel_do_at_once, parallel_do_at_once),
+    "scale_loss": (check_scale_loss, scale_loss),
+}
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
+    "gradient_of_means": (
+        "A place's output is linear in w. So its gradient is what the place returns for w = 1, "
+        "all rows together. Then ask what the master does with three such numbers."
+    ),
+    "parallel_do_at_once": (
+        "What does parallel_do do if you give it a list with one place? A pool of threads can call "
+        "it once for each place. Which way of asking the pool gives answers in the order of the "
+        "places, and raises what went wrong?"
+    ),
     "scale_loss": (
         "Write down the gradient of the whole batch's mean, and under it what the ranks' average "
         "makes of `loss_sum`. In which two numbers do they differ, and which of them does no "

@@ -1,7 +1,69 @@
-"""Wrong answers to the task of lesson 08, each with what the check must say about it.
+"""Wrong attempts at the tasks of lesson 08, and words that their verdict must contain.
 
-No process is started here: the check lets the attempt be each rank in turn.
+No process is started here: the check of scale_loss lets the attempt be each rank in turn.
 """
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import lesson_08_paddle_parallel_do as lesson
+import numpy as np
+import paddle
+
+# --- Task 2 ---
+
+
+def threaded(collect, gradients=sum, body_of=lambda body: body):
+    """Return an attempt that asks a pool, and gets its answers by collect(pool, work, places)."""
+
+    def attempt(body, places, weights, *inputs):
+        parts = list(zip(*(np.array_split(a, len(places)) for a in inputs), strict=True))
+
+        def work(number):
+            return lesson.parallel_do(body, places[:1], weights, *parts[number])
+
+        with ThreadPoolExecutor(len(places)) as pool:
+            outputs, found = zip(*collect(pool, work, range(len(places))), strict=True)
+        return np.concatenate(outputs), {n: gradients([g[n] for g in found]) for n in weights}
+
+    return attempt
+
+
+def as_they_end(pool, work, numbers):
+    return [done.result() for done in as_completed([pool.submit(work, n) for n in numbers])]
+
+
+def in_order(pool, work, numbers):
+    return list(pool.map(work, numbers))
+
+
+def one_copy_for_all(body, places, weights, *inputs):
+    copies = {n: paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}
+    parts = zip(*(np.array_split(array, len(places)) for array in inputs), strict=True)
+    with ThreadPoolExecutor(len(places)) as pool:
+        outputs = list(pool.map(lambda part: body(copies, *map(paddle.to_tensor, part)), parts))
+    paddle.concat(outputs).sum().backward()
+    outputs = [output.numpy() for output in outputs]
+    return np.concatenate(outputs), {name: copy.grad.numpy() for name, copy in copies.items()}
+
+
+def deaf(body, places, weights, *inputs):
+    parts = list(zip(*(np.array_split(array, len(places)) for array in inputs), strict=True))
+    answers = [(np.zeros(1), dict.fromkeys(weights, 0))] * len(parts)
+
+    def work(number):
+        with contextlib.suppress(ValueError):
+            answers[number] = lesson.parallel_do(body, places[:1], weights, *parts[number])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(places))]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    outputs, gradients = zip(*answers, strict=True)
+    return np.concatenate(outputs), {n: sum(found[n] for found in gradients) for n in weights}
+
+
+# --- Task 3 ---
 
 
 def mean_over_own_words(loss_sum, words, world_size, all_reduce_sum):
@@ -38,6 +100,22 @@ def another_loss(loss_sum, words, world_size, all_reduce_sum):
 
 
 WRONG = {
+    "gradient_of_means": {
+        "the mean over all rows": (4.5, "but a place knows only its own"),
+        "an average of the places": (14.5 / 3, "is it a mean?"),
+        "the sum of all rows": (45, "write down what each place returns"),
+    },
+    "parallel_do_at_once": {
+        "one after the other": (lesson.parallel_do, "they do not run at the same time"),
+        "in the order in which they end": (threaded(as_they_end), "not in the order of the rows"),
+        "an average": (
+            threaded(in_order, lambda found: sum(found) / len(found)),
+            "is not the sum over the places",
+        ),
+        "the last place only": (threaded(in_order, lambda found: found[-1]), "is not the sum"),
+        "one copy for all": (one_copy_for_all, "a copy of the weights for itself"),
+        "errors are lost": (deaf, "nobody heard of it"),
+    },
     "scale_loss": {
         "the mean over its own words": (mean_over_own_words, "some words count more than others"),
         "forgets that an average follows": (forgot_the_average, "it is 0.5 times the right one"),
@@ -53,5 +131,5 @@ WRONG = {
             only_long_parts_call,
             "all_reduce_sum was not called by every rank",
         ),
-    }
+    },
 }
