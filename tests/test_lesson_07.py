@@ -94,15 +94,15 @@ def most_at_once(calls):
 
 
 def mirrored(first, batch):
-    """Return how far the notebook's MirroredStrategy is from NumPy, and the copies of each weight."""
+    """Return how far each device's gradients are off in the notebook's function, and the copies."""
     path = ROOT / "notebooks" / "lesson_07_tf_make_parallel.ipynb"
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
     (source,) = [cell for cell in cells if "def mirrored_gradients(" in cell]
     names = {"tf": lesson.tf, "np": np, "lesson": lesson}
-    exec(source[source.index("def mirrored_gradients(") :].partition("\n\n\n")[0], names)
+    exec(source, names)
     by_device, copies = names["mirrored_gradients"](first, batch, 2)
     _, right = lesson.by_hand(first, *batch)
-    return [max(map(lesson.difference, ours, right.values())) for ours in by_device], copies
+    return [max(lesson.difference(g[n], right[n]) for n in right) for g in by_device], copies
 
 
 def measure(folder):
