@@ -183,7 +183,11 @@ SPLIT = "parts[name] = tf.split(value, len(devices))"
 
 BREAKS = {
     "variables not shared": (SCOPE, 'v1.variable_scope(f"model{number or str()}", '),
-    "gradients added, the loss averaged": (PAIRS, PAIRS.replace("loss,", "loss * len(devices),")),
+    "gradients added, the loss averaged": (
+        PAIRS,
+        PAIRS.replace("loss,", "loss * len(devices),"),
+        (2,),
+    ),
     "divided by the padded length": (LOSS, "loss = total / tf.cast(tf.size(mask), dtype)  #", (2,)),
     "losses of unequal parts averaged": (
         SUM,
