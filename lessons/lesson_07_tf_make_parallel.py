@@ -1,26 +1,27 @@
 """Lesson 07: how did TensorFlow's make_parallel train one model on several devices?
 
-In DDP each process has its own parameters. Here one process builds one graph, and
-make_parallel builds the model in it once per device: a tower. All towers share one set
-of variables. In each step a tower gets a copy of them (of the embedding, the rows of its
-words) and its part of the batch, and sends its gradients back. This is the "tower mode"
-of article D: 2018, tf.compat.v1.
+In DDP each process has its own parameters. Here one process builds one graph, and make_parallel
+builds the model in it once per device: a tower. All towers share one set of variables. In each
+step a tower is sent them (of the embedding, the rows of its words) and its part of the batch, and
+sends its gradients back. This is article D's way, of 2018; it runs today as tf.compat.v1.
 
 Run it:      bash scripts/lesson_07.sh --nproc 2
 PTB's text:  bash scripts/lesson_07.sh --data-dir FOLDER
 
 Output to expect on a CPU:
 
-    2 towers in one process on cpu:0 cpu:1; variables: 7, with one tower: 7
+    2 towers in one process on cpu:0 cpu:1, each with 16 of 32 sentences; 7 variables
     operations in a step: cpu:0 ..., cpu:1 ...; on another tower's device: 0
     perplexity ... in step 1, ... in the last 10 of 100; ... tokens per second
-    PASS loss and gradients of 2 towers are one device's (largest relative difference ...)
+    PASS loss, gradients and updates of 2 towers are those of the whole batch (off by ...)
 """
 
 import argparse
 import collections
 import functools
+import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -28,40 +29,68 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 
-
-class Arguments(argparse.ArgumentParser):
-    """The flags of all lessons. A bad value: one line on stderr, from rank 0, and exit code 2."""
-
-    def __init__(self, text, **defaults):
-        super().__init__(description=text, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        for name, value in {**defaults, "seed": 0}.items():
-            flag = "--" + name.replace("_", "-")
-            self.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
-
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        limits = {"nproc": (1, 64), "seed": (0, 2**32 - 1)}
-        for name in ("nproc", "steps", "batch_size", "seed"):
-            low, high = limits.get(name, (1, 10**6))
-            if not low <= getattr(args, name, low) <= high:
-                self.error(f"argument --{name.replace('_', '-')}: must be from {low} to {high}")
-        return args
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n" * (os.environ.get("RANK", "0") == "0"))
-
-    def exit(self, status=0, message=""):
-        if len(message) > 300:  # it repeats a long value
-            message = f"{message[:200]} ... {message[-50:]}"
-        super().exit(status, message)
+# --- The technique ---
+# It takes 4 seconds to import TensorFlow, so this script does it late. In a project of your own:
+# import tensorflow as tf
+# v1 = tf.compat.v1
 
 
-# --- The common problem: exactly the same in lessons 07 and 08; only Python and NumPy ---
+def make_parallel(tower, devices, **inputs):
+    """Return the sum of `tower(**part)`, a scalar, over one tower per device.
+
+    Inputs are tensors (rows, time). If the devices do not divide the rows, rows of zeros follow;
+    `tower` must not count them. Variables that it gets by name are shared by all towers.
+    """
+    sums, parts = [], {}
+    for name, value in inputs.items():
+        missing = -tf.shape(value)[0] % len(devices)
+        value = tf.pad(value, [[0, missing], [0, 0]])
+        parts[name] = tf.split(value, len(devices))
+    for number, device in enumerate(devices):
+        part = {name: pieces[number] for name, pieces in parts.items()}
+        scope = v1.variable_scope("model", reuse=v1.AUTO_REUSE)
+        with tf.device(device), tf.name_scope(f"tower_{number}"), scope:
+            sums.append(tower(**part))
+    return tf.add_n(sums)  # one number from each tower
+
+
+def build(tower, devices, batches, dtype, learning_rate):
+    """Return a session, and the nodes to run in it: one step of training on all devices.
+
+    `batches()` yields (inputs, targets, mask), arrays (rows, time). `tower` gets its rows of them
+    and returns the sum of the losses of all words whose mask is 1.
+    """
+    with tf.Graph().as_default():
+        signature = [tf.TensorSpec([None, None], kind) for kind in ("int32", "int32", dtype)]
+        data = tf.data.Dataset.from_generator(batches, output_signature=tuple(signature))
+        iterator = v1.data.make_initializable_iterator(data.prefetch(2))  # made while a step runs
+        inputs, targets, mask = iterator.get_next()
+        total = make_parallel(tower, devices, inputs=inputs, targets=targets, mask=mask)
+        loss = total / tf.reduce_sum(mask)  # divided once, by the words of all towers
+        optimizer = v1.train.GradientDescentOptimizer(learning_rate)
+        # With `colocate`, each gradient operation runs where its forward operation ran.
+        pairs = optimizer.compute_gradients(loss, colocate_gradients_with_ops=True)
+        update = optimizer.apply_gradients(pairs)  # one, where the variables are
+        on_gpu = len(devices) * ("gpu" in devices[0])
+        count = {"CPU": len(devices), "GPU": on_gpu}  # one CPU can play several devices
+        session = v1.Session(config=v1.ConfigProto(device_count=count))
+        session.run([v1.global_variables_initializer(), iterator.initializer])
+    nodes = {"inputs": (inputs, targets, mask), "loss": loss, "pairs": pairs, "update": update}
+    return SimpleNamespace(session=session, **nodes)
+
+
+def train(graph, steps):
+    """Make so many steps; return the loss of each, as it was before its update."""
+    return [graph.session.run([graph.loss, graph.update])[0] for _ in range(steps)]
+
+
+# --- The proof ---
+
+LEARNING_RATE = 2.0
 
 
 def read_sentences(data_dir=None):
@@ -127,13 +156,8 @@ def initial_weights(seed, words, width=64):
     return {name: generator.uniform(-0.1, 0.1, shape) for name, shape in shapes.items()}
 
 
-# --- New in this lesson ---
-
-LEARNING_RATE = 2.0
-
-
 def import_tensorflow():
-    """Import TensorFlow for the functions below, and return it. Its log does not reach stderr."""
+    """Import TensorFlow for the functions above, and return it. Its log does not reach stderr."""
     global tf, v1
     os.environ |= {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     with open(os.devnull, "w") as nowhere:
@@ -142,6 +166,9 @@ def import_tensorflow():
         try:
             tf = importlib.import_module("tensorflow")
             tf.config.list_physical_devices()
+        except Exception as error:
+            broken = f"tensorflow is broken, its import ends with {type(error).__name__}"
+            sys.exit(f"{broken}: pip install --force-reinstall tensorflow==2.21.0")
         finally:
             os.dup2(screen, 2)
             os.close(screen)
@@ -152,30 +179,35 @@ def import_tensorflow():
 
 
 def device_names(count):
-    """Return `count` names: GPUs where there are enough, else virtual CPU devices (claim D6)."""
+    """Return `count` names: GPUs where there are enough, else virtual CPU devices."""
     kind = "gpu" if len(tf.config.list_physical_devices("GPU")) >= count else "cpu"
     return [f"{kind}:{number}" for number in range(count)]
 
 
+def lstm_step(x, c, h, kernel, bias):
+    """Return the new memory c and the new output h of an LSTM layer, after one more word x."""
+    i, f, g, o = tf.split(tf.concat([x, h], 1) @ kernel + bias, 4, axis=1)
+    c = tf.sigmoid(f + 1) * c + tf.sigmoid(i) * tf.tanh(g)
+    return c, tf.sigmoid(o) * tf.tanh(c)
+
+
 def sum_of_losses(weights, inputs, targets, mask):
-    """Return the sum of the losses of all real tokens, a scalar; the inputs are (rows, time).
-    Both need not be known when the graph is built: the loop over time is in the graph."""
+    """Return the sum of the losses of all real words, a scalar; the inputs are (rows, time).
+
+    Both need not be known when the graph is built: the loop over time is in the graph.
+    """
     # The look-up runs where the embedding is: the tower is sent the rows of its words, no more.
     words = tf.nn.embedding_lookup(weights["embedding"], inputs)  # (rows, time, width)
     words = tf.transpose(words, [1, 0, 2])  # (time, rows, width)
-    # The other weights as this tower reads them: all of each is sent to its device in each step.
-    # Between two virtual CPU devices TensorFlow passes on the same memory.
+    # The other weights as this tower reads them: each is sent to its device once in a step.
     weights = {name: tf.identity(w) for name, w in weights.items() if name != "embedding"}
 
     def one_word(time, states, outputs):
-        output, new = words[time], []
+        x, new = words[time], []
         for layer, (c, h) in enumerate(states, 1):  # layer 2 reads the output of layer 1
-            z = tf.concat([output, h], 1) @ weights[f"kernel_{layer}"] + weights[f"bias_{layer}"]
-            i, f, g, o = tf.split(z, 4, axis=1)
-            c = tf.sigmoid(f + 1) * c + tf.sigmoid(i) * tf.tanh(g)
-            output = tf.sigmoid(o) * tf.tanh(c)
-            new.append((c, output))
-        return time + 1, new, outputs.write(time, output)
+            c, x = lstm_step(x, c, h, weights[f"kernel_{layer}"], weights[f"bias_{layer}"])
+            new.append((c, x))
+        return time + 1, new, outputs.write(time, x)
 
     zeros, steps = tf.zeros_like(words[0]), tf.shape(words)[0]
     start = 0, [(zeros, zeros), (zeros, zeros)], tf.TensorArray(words.dtype, steps)
@@ -185,65 +217,136 @@ def sum_of_losses(weights, inputs, targets, mask):
     return tf.reduce_sum(losses * tf.transpose(mask))
 
 
-def make_parallel(fn, num_devices, **inputs):
-    """Return the sum of `fn(**part)`, a scalar, over one tower per device (claim D7).
+def language_model(first, **part):
+    """Return sum_of_losses with variables that have the values `first`: {name: array}."""
+    variables = {name: v1.get_variable(name, None, w.dtype, w) for name, w in first.items()}
+    return sum_of_losses(variables, **part)
 
-    Where `num_devices` does not divide the rows of the inputs (rows, time), rows of zeros follow:
-    their mask is 0, so they add nothing. Variables that `fn` gets by name are shared by all towers.
+
+def numpy_forward(rows, kernel, bias):
+    """Return all that an LSTM layer computes for `rows`, (time, rows, width), step by step."""
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    kept, h, c = [], np.zeros_like(rows[0]), np.zeros_like(rows[0])
+    for x in rows:
+        both, before = np.concatenate([x, h], 1), c
+        i, f, g, o = np.split(both @ kernel + bias, 4, 1)
+        i, f, g, o = sigmoid(i), sigmoid(f + 1), np.tanh(g), sigmoid(o)
+        c = f * before + i * g
+        h = o * np.tanh(c)
+        kept.append((both, before, i, f, g, o, np.tanh(c), h))
+    return kept
+
+
+def numpy_backward(kept, errors, kernel):
+    """Return the gradients of a layer's rows, kernel and bias; `errors`: those of its outputs."""
+    rows, d_kernel, d_bias = [], np.zeros_like(kernel), np.zeros(kernel.shape[1])
+    d_c = d_h = 0.0  # from the word that follows
+    for (both, before, i, f, g, o, tanh_c, _), error in zip(kept[::-1], errors[::-1], strict=True):
+        d_h = d_h + error
+        d_c = d_c + d_h * o * (1 - tanh_c**2)
+        gates = d_c * g * i * (1 - i), d_c * before * f * (1 - f), d_c * i * (1 - g**2)
+        gates = np.concatenate([*gates, d_h * tanh_c * o * (1 - o)], 1)
+        d_kernel, d_bias = d_kernel + both.T @ gates, d_bias + gates.sum(0)
+        d_x, d_h = np.split(gates @ kernel.T, 2, 1)
+        d_c = d_c * f
+        rows.append(d_x)
+    return np.stack(rows[::-1]), d_kernel, d_bias
+
+
+def by_hand(weights, inputs, targets, mask):
+    """Return the loss of the whole batch, and {name: gradient}: in NumPy, without TensorFlow."""
+    w = {name: array.astype("f8") for name, array in weights.items()}
+    rows, layers = w["embedding"][inputs.T], {}
+    for layer in (1, 2):
+        layers[layer] = numpy_forward(rows, w[f"kernel_{layer}"], w[f"bias_{layer}"])
+        rows = np.stack([kept[-1] for kept in layers[layer]])
+    logits = rows @ w["softmax_kernel"] + w["softmax_bias"]
+    chances = np.exp(logits - logits.max(2, keepdims=True))
+    chances /= chances.sum(2, keepdims=True)
+    right = *np.indices(targets.T.shape), targets.T
+    share = mask.T / mask.sum()  # of each word in the loss
+    loss = -(np.log(chances[right]) * share).sum()
+    chances[right] -= 1
+    errors = chances * share[..., None]
+    found = {"softmax_kernel": np.einsum("trw,trv->wv", rows, errors)}
+    found["softmax_bias"] = errors.sum((0, 1))
+    errors = errors @ w["softmax_kernel"].T
+    for layer in (2, 1):
+        errors, *of_weights = numpy_backward(layers[layer], errors, w[f"kernel_{layer}"])
+        found[f"kernel_{layer}"], found[f"bias_{layer}"] = of_weights
+    found["embedding"] = np.zeros_like(w["embedding"])
+    np.add.at(found["embedding"], inputs.T, errors)
+    return loss, found
+
+
+def difference(ours, theirs):
+    """Return the largest difference, relative to the largest value of `theirs`."""
+    if np.shape(ours) != np.shape(theirs):
+        return np.inf
+    return float(np.max(abs(np.float64(ours) - theirs)) / np.max(abs(theirs)))
+
+
+class Watched:
+    """A graph of the technique, whose steps can be made under observation.
+
+    The technique does not know it: it is handed a tower that keeps what it is given, and while one
+    looks, the session computes more than it is asked for, and records what runs where.
     """
-    sums, parts = [], {}
-    for name, value in inputs.items():
-        value = tf.pad(value, [[0, -tf.shape(value)[0] % num_devices], [0, 0]])
-        parts[name] = tf.split(value, num_devices)
-    for number, device in enumerate(device_names(num_devices)):
-        scope = v1.variable_scope("model", reuse=v1.AUTO_REUSE)
-        with tf.device(device), tf.name_scope(f"tower_{number}"), scope:
-            sums.append(fn(**{name: part[number] for name, part in parts.items()}))
-    return tf.add_n(sums)  # one scalar from each tower
+
+    def __init__(self, first, devices, batches):
+        self.parts, self.devices, self.first = [], devices, first
+        dtype = first["embedding"].dtype
+        self.graph = build(self.tower, devices, batches, dtype, LEARNING_RATE)
+        self.session, self.run = self.graph.session, self.graph.session.run
+        with self.session.graph.as_default():
+            self.variables = {v.op.name.removeprefix("model/"): v for v in v1.trainable_variables()}
+            pairs = [(g, v.op.name) for g, v in self.graph.pairs if g is not None]
+            dense = {name.removeprefix("model/"): tf.convert_to_tensor(g) for g, name in pairs}
+        self.more = {"gradients": dense, "parts": self.parts, "batch": self.graph.inputs}
+
+    def tower(self, **part):
+        self.parts.append(part)
+        return language_model(self.first, **part)
+
+    def run_and_record(self, fetches, *rest):
+        """Do what session.run does, in more detail; `seen` has what was found out."""
+        options = v1.RunOptions(trace_level=v1.RunOptions.SOFTWARE_TRACE)
+        metadata, before = v1.RunMetadata(), self.run(self.variables)
+        answers, more = self.run([fetches, self.more], None, options, metadata)
+        more |= {"before": before, "after": self.run(self.variables)}
+        self.seen.append(SimpleNamespace(**more, ran=what_ran(metadata)))
+        return answers
+
+    def look(self, steps):
+        """Make so many steps; return their losses, and what was seen in each run of the session."""
+        self.seen = []
+        with patch.object(self.session, "run", self.run_and_record):
+            return train(self.graph, steps), self.seen
+
+    def close(self):
+        """End the pipeline, by beginning it anew, and the session, while Python is still there."""
+        nodes = self.session.graph.get_operations()
+        self.run([node for node in nodes if node.type == "MakeIterator"])
+        self.session.close()
+
+    def updates(self):
+        """Return how many nodes of the graph change a variable, but for giving its first value."""
+        nodes = self.session.graph.get_operations()
+        return sum(bool(re.match("Resource.*(Apply|Scatter)", node.type)) for node in nodes)
 
 
-def build(weights, batches, num_devices, colocate=True):
-    """Return a session, and the tensors to run in it, as a namespace (claims D9, D10).
-    `weights`: the first values, {name: array}. `batches()` yields (inputs, targets, mask)."""
-
-    def tower(**inputs):
-        variables = {k: v1.get_variable(k, None, v.dtype, v) for k, v in weights.items()}
-        return sum_of_losses(variables, **inputs)
-
-    with tf.Graph().as_default():
-        kinds = "int32", "int32", weights["embedding"].dtype
-        signature = tuple(tf.TensorSpec([None, None], kind) for kind in kinds)
-        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        iterator = v1.data.make_initializable_iterator(data.prefetch(2))  # made while a step runs
-        inputs, targets, mask = iterator.get_next()
-        total = make_parallel(tower, num_devices, inputs=inputs, targets=targets, mask=mask)
-        tokens = tf.reduce_sum(mask)
-        optimizer = v1.train.GradientDescentOptimizer(LEARNING_RATE)
-        # With `colocate`, each gradient operation runs where its forward operation ran.
-        pairs = optimizer.compute_gradients(total / tokens, colocate_gradients_with_ops=colocate)
-        graph = SimpleNamespace(inputs=(inputs, targets, mask), tokens=tokens, loss=total / tokens)
-        graph.train = optimizer.apply_gradients(pairs)  # one update, where the variables are
-        graph.variables = {v.op.name.removeprefix("model/"): v for _, v in pairs}
-        dense = (tf.convert_to_tensor(gradient) for gradient, _ in pairs)
-        graph.gradients = dict(zip(graph.variables, dense, strict=True))
-        count = {"CPU": num_devices, "GPU": num_devices * ("gpu:0" in device_names(num_devices))}
-        graph.session = v1.Session(config=v1.ConfigProto(device_count=count))
-        graph.session.run([v1.global_variables_initializer(), iterator.initializer])
-    return graph
-
-
-def trace(graph, batch):
-    """Feed one batch by hand. Return loss, {name: gradient}, and what ran where (claim D9):
-    [(device, operation, start in ms, duration in ms)]."""
-    metadata, options = v1.RunMetadata(), v1.RunOptions(trace_level=v1.RunOptions.SOFTWARE_TRACE)
-    feed, ran = dict(zip(graph.inputs, batch, strict=True)), []
-    results = graph.session.run([graph.loss, graph.gradients], feed, options, metadata)
+def what_ran(metadata):
+    """Return [(device, operation, start in ms, duration in ms)] of a recorded step."""
+    ran = []
     for part in metadata.step_stats.dev_stats:
         device = part.device.lower().rpartition("device:")[2]
         for op in part.node_stats:
             times = op.all_start_micros / 1000, op.all_end_rel_micros / 1000
             ran.append((device, op.node_name, *times))
-    return *results, ran
+    return ran
 
 
 def misplaced(ran):
@@ -254,6 +357,92 @@ def misplaced(ran):
     towers = [(re.search(r"tower_(\d+)/", name), device, name) for device, name, *_ in ran]
     away = [name for tower, device, name in towers if tower and tower[1] != device[4:]]
     return [name for name in away if not re.search("ReadVariableOp|/embedding_lookup", name)]
+
+
+def wrong_in_parts(parts, batch, towers):
+    """Return what is wrong with the rows that the towers were given: a list of sentences."""
+    counts = [len(part["mask"]) for part in parts]
+    most = -(-len(batch[0]) // towers)
+    if counts != [most] * towers:
+        return [f"the towers have {counts} rows of {len(batch[0])}, not {most} each"]
+    joined = [np.concatenate([part[n] for part in parts]) for n in ("inputs", "targets", "mask")]
+    same = all(np.array_equal(a[: len(b)], b) for a, b in zip(joined, batch, strict=True))
+    extra = joined[2][len(batch[0]) :].any()
+    return [] if same and not extra else ["the towers' rows are not those of the batch, once each"]
+
+
+def wrong_in_places(watched, ran):
+    """Return what is wrong with the places of operations and variables: a list of sentences."""
+    on = collections.defaultdict(set)  # number of a tower: devices of its gradients
+    for device, name, *_ in ran:
+        tower = re.match(r"gradients/tower_(\d+)/", name)
+        if tower:
+            on[int(tower[1])].add(device)
+    idle = [d for number, d in enumerate(watched.devices) if d not in on[number]]
+    away, count, wanted = len(misplaced(ran)), len(watched.variables), len(watched.first)
+    places = {variable.device.lower()[-5:] for variable in watched.variables.values()}
+    rules = {
+        f"{count} variables, not {wanted}: the towers do not share them": count == wanted,
+        f"{away} operations of a tower ran on another one's device": away == 0,
+        f"on {' '.join(idle)} no gradient of its tower was computed": not idle,
+        f"the variables are on {sorted(places)}": places == {watched.devices[0]},
+        f"{watched.updates()} nodes update {count} variables": watched.updates() == count,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_step(step, loss, first, batch, small):
+    """Compare a step with NumPy on the whole batch; return (difference, a list of sentences)."""
+    before = {name: step.before.get(name, w) for name, w in first.items()}
+    right, gradients = by_hand(before, *batch)
+    off_loss = difference(loss, right)
+    off = [difference(step.gradients.get(name), g) for name, g in gradients.items()]
+    moved = {name: before[name] - np.float64(step.after.get(name, np.nan)) for name in before}
+    updates = [difference(moved[name] / LEARNING_RATE, g) for name, g in gradients.items()]
+    rules = {
+        "a step has another batch than the next one": all(map(np.array_equal, step.batch, batch)),
+        f"a loss is {loss:.6g}, not {right:.6g}": off_loss < small,
+        f"a gradient is off by {np.max(off):.1e}": np.max(off) < small,
+        # The difference of two rounded weights has few digits left in float32.
+        f"an update is off by {np.max(updates):.1e}": np.max(updates) < 50 * small,
+    }
+    worst = float(np.max([off_loss, *off]))  # np.max: nan if one of them is nan
+    return worst, [sentence for sentence, holds in rules.items() if not holds]
+
+
+def train_and_compare(watched, batches, small):
+    """Train, and look at steps 1, 2 and the last; return what was found, as a namespace."""
+    count, start = len(batches), time.perf_counter()
+    losses, steps = watched.look(min(2, count))
+    if count > 3:
+        start = time.perf_counter()  # of the steps at which nobody looks
+        losses += train(watched.graph, count - 3)
+    words = sum(mask.sum() for *_, mask in batches[2 * (count > 3) : len(losses)])
+    rate = words / (time.perf_counter() - start)
+    if count > 2:
+        loss, last = watched.look(1)
+        losses, steps = losses + loss, steps + last
+    numbers, off, wrong = [0, 1, count - 1] if count > 2 else range(count), [], []
+    if (len(steps), len(losses)) != (len(numbers), count):
+        wrong = [f"{len(numbers)} steps ran the session {len(steps)} times"]
+    for number, step in zip(numbers, steps, strict=False):
+        batch, loss = batches[number], losses[number]
+        worst, sentences = wrong_in_step(step, loss, watched.first, batch, small)
+        wrong += sentences + wrong_in_parts(step.parts, batch, len(watched.devices))
+        off.append(worst)
+    return SimpleNamespace(losses=losses, off=max(off), first=steps[0], wrong=wrong, rate=rate)
+
+
+def wrong_in_losses(losses, args):
+    """Return what is wrong with the losses of the training: a list of sentences."""
+    first, last = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8")
+    short = args.steps < 100 or args.batch_size < 32  # too short to have learned much
+    fine = bool(np.isfinite(last) and (short or last <= first / 2))
+    rules = {
+        f"{len(losses)} losses in {args.steps} steps": len(losses) == args.steps,
+        f"the perplexity went from {first:.0f} to {last:.0f} only": fine,
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
 
 
 def save_whole(path, **arrays):
@@ -267,79 +456,131 @@ def save_whole(path, **arrays):
         unfinished.unlink(missing_ok=True)
 
 
-def main(argv=None):
-    """Run the lesson; return 0 if its claim holds, else 1."""
-    parser = Arguments(__doc__, nproc=2, steps=100, batch_size=32)
+def save(path, losses, gradients, weights):
+    """Write what was asked for with --save; return what is wrong: a list of sentences."""
+    arrays = {f"gradient_{name}": value for name, value in gradients.items()}
+    arrays |= {f"weight_{name}": value for name, value in weights.items()}
+    try:
+        save_whole(path, loss=losses, **arrays)
+    except OSError as error:
+        return [f"can't write {path}: {error.strerror}"]
+    return []
+
+
+def prepare(args):
+    """Return the first weights, and a function that makes the batches."""
+    sentences, _ = read_sentences(args.data_dir)
+    numbers = number_words(sentences)
+    weights = initial_weights(args.seed, len(numbers))
+    weights = {name: value.astype(args.dtype) for name, value in weights.items()}
+    return weights, functools.partial(make_batches, sentences, numbers, args.batch_size, args.seed)
+
+
+def main(args):
+    """Run the lesson; return whether its claim holds, the claim, and the numbers for JSON."""
+    import_tensorflow()
+    first, make = prepare(args)
+    batches = list(itertools.islice(make(), args.steps))
+    devices, small = device_names(args.nproc), 1e-5 if args.dtype == "float32" else 1e-10
+    watched = Watched(first, devices, make)
+    found = train_and_compare(watched, batches, small)
+    losses, step, wrong = found.losses, found.first, found.wrong
+    wrong = wrong + wrong_in_places(watched, step.ran) + wrong_in_losses(losses, args)
+    numbers = {"lesson": 7, "world_size": args.nproc, "backend": "graph", "device": devices[0][:3]}
+    numbers |= {"variables": len(watched.variables), "misplaced": len(misplaced(step.ran))}
+    numbers |= {"max_grad_diff": found.off, "tokens_per_second": float(found.rate)}
+    numbers["rows_per_tower"] = [len(part["mask"]) for part in step.parts]
+    ops = collections.Counter(device for device, *_ in step.ran)
+    numbers["ops_per_device"] = dict(sorted(ops.items()))
+    perplexities = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8").tolist()
+    numbers |= dict(zip(("perplexity_first", "perplexity_last"), perplexities, strict=True))
+    report(numbers, devices, args)
+    if args.save:
+        wrong += save(args.save, losses, step.gradients, watched.run(watched.variables))
+    watched.close()
+    claim = f"loss, gradients and updates of {args.nproc} towers"
+    claim += f" are those of the whole batch (off by {found.off:.1e})" if not wrong else ": "
+    return not wrong, claim + "; ".join(dict.fromkeys(wrong)), numbers
+
+
+def report(numbers, devices, args):
+    """Print what a reader wants to know."""
+    rows = f"with {numbers['rows_per_tower'][0]} of {args.batch_size} sentences"
+    print(f"{args.nproc} towers in one process on {' '.join(devices)}, each {rows};", end=" ")
+    print(f"{numbers['variables']} variables")
+    counts = ", ".join(f"{device} {count}" for device, count in numbers["ops_per_device"].items())
+    print(f"operations in a step: {counts}; on another tower's device: {numbers['misplaced']}")
+    first, last = numbers["perplexity_first"], numbers["perplexity_last"]
+    span = f"the last {min(10, args.steps)} of {args.steps}"
+    print(f"perplexity {first:.0f} in step 1, {last:.0f} in {span};", end=" ")
+    print(f"{numbers['tokens_per_second']:.0f} tokens per second")
+
+
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before TensorFlow is imported."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    parser.add_argument("--nproc", type=whole(1, 64), default=2, help="towers, %(default)s")
+    parser.add_argument("--steps", type=whole(1, 10**6), default=100, help="%(default)s")
+    size = {"type": whole(1, 10**6), "default": 32}
+    parser.add_argument("--batch-size", **size, help="of all towers together, %(default)s")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--save", type=Path, metavar="FILE", help="losses, gradients, weights")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("tensorflow") is None:
         parser.error("needs tensorflow: pip install tensorflow==2.21.0")
+    problem = wrong_in_files(args)
+    if problem:
+        parser.error(problem if len(problem) < 300 else f"{problem[:200]} ... {problem[-50:]}")
+    return args
+
+
+def wrong_in_files(args):
+    """Return what is wrong with the text to read or the file to write, or None."""
     try:
-        sentences, _ = read_sentences(args.data_dir)
+        count = len(read_sentences(args.data_dir)[0])
     except (ValueError, OSError) as error:
-        parser.error(f"argument --data-dir: {error}")
-    if args.batch_size > len(sentences):
-        parser.error(f"argument --batch-size: there are only {len(sentences)} sentences")
+        return f"argument --data-dir: {error}"
+    if args.batch_size > count:
+        return f"argument --batch-size: there are only {count} sentences"
     try:
         taken = args.save and args.save.is_dir()
     except OSError:  # the name is too long
         taken = True
     if taken or (args.save and not os.access(args.save.absolute().parent, os.W_OK)):
-        parser.error(f"argument --save: can't write {args.save}")
-    try:
-        import_tensorflow()
-    except Exception as error:
-        broken = f"tensorflow is broken, its import ends with {type(error).__name__}"
-        parser.error(f"{broken}: pip install --force-reinstall tensorflow==2.21.0")
+        return f"argument --save: can't write {args.save}"
+    return None
 
-    numbers = number_words(sentences)
-    weights = initial_weights(args.seed, len(numbers))
-    weights = {name: value.astype(args.dtype) for name, value in weights.items()}
-    batches = functools.partial(make_batches, sentences, numbers, args.batch_size, args.seed)
-    one, many = build(weights, batches, 1), build(weights, batches, args.nproc)
-    whole_loss, whole, _ = trace(one, next(batches()))
-    first_loss, gradients, ran = trace(many, next(batches()))
-    diffs = [abs(gradients[name] - whole[name]).max() / abs(whole[name]).max() for name in whole]
-    diff = float(max(*diffs, abs(first_loss - whole_loss) / whole_loss))
 
-    start = time.perf_counter()
-    steps = [many.session.run([many.loss, many.tokens, many.train]) for _ in range(args.steps)]
-    losses, tokens, _ = map(list, zip(*steps, strict=True))
-    rate = float(sum(tokens)) / (time.perf_counter() - start)
-    first, last = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8").tolist()
-    ops = dict(sorted(collections.Counter(device for device, *_ in ran).items()))
-    devices, away = device_names(args.nproc), len(misplaced(ran))
-    # A run that is shorter than the default one need not have learned much.
-    learned = args.steps < 100 or args.batch_size < 32 or last <= first / 2
-    same = diff < (1e-5 if args.dtype == "float32" else 1e-10)
-    shared = len(many.variables) == len(one.variables) and set(devices) <= set(ops)
-    passed = bool(same and shared and away == 0 and learned and np.isfinite(last))
-    print(f"{args.nproc} towers in one process on {' '.join(devices)}; ", end="")
-    print(f"variables: {len(many.variables)}, with one tower: {len(one.variables)}")
-    counts = ", ".join(f"{device} {number}" for device, number in ops.items())
-    print(f"operations in a step: {counts}; on another tower's device: {away}")
-    span = f"the last {len(losses[-10:])} of {args.steps}"
-    print(f"perplexity {first:.0f} in step 1, {last:.0f} in {span}; {rate:.0f} tokens per second")
-    verdict = f"{'PASS' if passed else 'FAIL'} loss and gradients of {args.nproc} towers"
-    print(f"{verdict} are one device's (largest relative difference {diff:.1e})")
-    if args.json:
-        result = {"lesson": 7, "world_size": args.nproc, "backend": "graph"}
-        result |= {"device": devices[0][:3], "passed": passed, "variables": len(many.variables)}
-        result |= {"ops_per_device": ops, "misplaced": away, "max_grad_diff": diff}
-        result |= {"perplexity_first": first, "perplexity_last": last, "tokens_per_second": rate}
-        print(json.dumps(result))
-    if args.save:  # last: a full disk shall not cost what was measured
-        arrays = {f"gradient_{name}": value for name, value in gradients.items()}
-        arrays |= {f"weight_{k}": v for k, v in many.session.run(many.variables).items()}
-        try:
-            save_whole(args.save, loss=losses, **arrays)
-        except OSError as error:
-            sys.stdout.flush()
-            sys.exit(f"can't write {args.save}: {error.strerror}")
+# --- The frame: the same in every lesson ---
+
+
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

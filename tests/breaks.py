@@ -34,20 +34,23 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     With two machines, half of the ranks are told that they run on the second. All runs share one
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
-    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A
-    lesson of another framework has one process for all: two frameworks in a process can crash.
+    lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A lesson
+    of another framework has one process for all, also for several numbers of ranks, nproc=(2, 3):
+    importing it takes seconds, and two frameworks in a process can crash.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
     sources = {"as it is": source}
     assert len(breaks) >= 6
-    for name, (part, other, *where) in breaks.items():
+    for name, (part, other, *_) in breaks.items():
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
-        if not where or nproc in where[0]:
-            sources[name] = source.replace(part, other)
+        sources[name] = source.replace(part, other)
     if set(lesson.packages) & set(lessons.FRAMEWORKS):
-        words = [str(flag) for flag in (*flags, "--nproc", nproc)]
-        return judge_breaks(verdicts_beside_torch(sources, words))
+        numbers = nproc if isinstance(nproc, tuple) else (nproc,)
+        return judge_beside_torch(sources, breaks, numbers, [str(flag) for flag in flags])
+    for name, (_, _, *where) in breaks.items():
+        if where and nproc not in where[0]:
+            del sources[name]
     importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
     if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB, lessons.ITSELF):
         flags = [*flags, "--nproc", nproc]
@@ -74,25 +77,31 @@ def judge_breaks(said):
     assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
 
 
-def verdicts_beside_torch(sources, words):
-    """Return {name: (passed, claim)} from one new process, in which nobody has imported torch."""
-    command, given = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, words])
-    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
+def judge_beside_torch(sources, breaks, numbers, flags):
+    """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
+    runs = []  # [name, number of ranks]
+    for name in sources:
+        where = breaks.get(name, ())[2:]
+        runs += [[name, nproc] for nproc in numbers if not where or nproc in where[0]]
+    command, job = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, runs, flags])
+    ran = subprocess.run(command, input=job, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    found = json.loads(ran.stdout.splitlines()[-1])
+    for number in numbers:
+        judge_breaks({name: said for (name, nproc), said in found if nproc == number})
 
 
 BESIDE_TORCH = """
 import contextlib, io, json, sys
 
-sources, words = json.load(sys.stdin)
-said = {}
-for name, source in sources.items():
+sources, runs, flags = json.load(sys.stdin)  # too long for a command line
+said = []
+for name, nproc in runs:
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
-    exec(compile(source, "script.py", "exec"), script)
+    exec(compile(sources[name], "script.py", "exec"), script)
     with contextlib.redirect_stdout(io.StringIO()):
-        passed, claim, _ = script["main"](script["parse_args"](words))
-    said[name] = [bool(passed), claim]
+        passed, claim, _ = script["main"](script["parse_args"]([*flags, "--nproc", str(nproc)]))
+    said.append([[name, nproc], [bool(passed), claim]])
 print(json.dumps(said))
 """
 

@@ -1,17 +1,15 @@
 """Lesson 07: towers in one graph. TensorFlow runs in other processes, never in pytest's own.
 
-`python test_lesson_07.py FUNCTION FOLDER` is such a process: it measures, and prints JSON.
+`python test_lesson_07.py FOLDER` is such a process: it measures, and prints JSON.
 """
 
-import collections
 import contextlib
-import functools
 import io
 import itertools
 import json
 import os
 import re
-import signal
+import resource
 import subprocess
 import sys
 import time
@@ -21,93 +19,59 @@ import lesson_07_tf_make_parallel as lesson
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-if __name__ != "__main__":  # a measuring process needs neither pytest nor conftest
-    import pytest
-    from conftest import ENVIRONMENT, Finished, start_lesson
 
-    pytestmark = pytest.mark.needs("tensorflow")
+# --- What the measuring process does ---
 
-# --- What the measuring processes do ---
+OWN = """
+import tensorflow as tf
+v1 = tf.compat.v1
+from types import SimpleNamespace
+{technique}
+def tower(inputs, targets, mask):
+    w = v1.get_variable("w", [], "float32", v1.ones_initializer())
+    return tf.reduce_sum((w * tf.cast(inputs, "float32") - tf.cast(targets, "float32")) ** 2 * mask)
 
+def batches():
+    while True:  # 3 rows for two towers; 3 * 5 = 15, and the last number does not count
+        yield [[1, 2], [3, 4], [5, 9]], [[3, 6], [9, 12], [15, 1]], [[1, 1], [1, 1], [1, 0]]
 
-def difference(ours, theirs):
-    """Return the largest difference, relative to the largest value."""
-    return float(abs(ours - theirs).max() / abs(theirs).max())
-
-
-def worst(ours, theirs):
-    """Compare two results of `trace`: the largest relative difference of loss or gradients."""
-    parts = [difference(ours[1][name], theirs[1][name]) for name in theirs[1]]
-    return float(max(abs(ours[0] - theirs[0]) / theirs[0], *parts))
-
-
-def numpy_loss(weights, inputs, targets, mask):
-    """Return the loss, computed with a loop in NumPy: an LSTM that shares no code with ours."""
-
-    def sigmoid(x):
-        return 1 / (1 + np.exp(-x))
-
-    total = 0.0
-    for row in range(len(inputs)):
-        h, c = np.zeros((2, 64)), np.zeros((2, 64))
-        for step in range(int(mask[row].sum())):
-            x = weights["embedding"][inputs[row, step]]
-            for k in (0, 1):
-                kernel, bias = weights[f"kernel_{k + 1}"], weights[f"bias_{k + 1}"]
-                i, f, g, o = np.split(np.concatenate([x, h[k]]) @ kernel + bias, 4)
-                c[k] = sigmoid(f + 1) * c[k] + sigmoid(i) * np.tanh(g)
-                x = h[k] = sigmoid(o) * np.tanh(c[k])
-            scores = x @ weights["softmax_kernel"] + weights["softmax_bias"]
-            total += np.log(np.exp(scores).sum()) - scores[targets[row, step]]
-    return total / mask.sum()
+graph = build(tower, ["cpu:0", "cpu:1"], batches, "float32", 0.01)
+losses = train(graph, 40)
+graph.session.close()
+"""
 
 
-def count_operations(ran):
-    """Count the gradient operations of each tower on each device: {"tower 1 on cpu:0": 12}.
-
-    But not those of the look-up: it runs where the variable is, and so does its gradient.
-    """
-    found = collections.Counter()
-    for device, name, *_ in ran:
-        tower = re.match(r"gradients/tower_(\d+)/(?!.*embedding_lookup)", name)
-        if tower:
-            found[f"tower {tower[1]} on {device}"] += 1
-    return found
+def own_project():
+    """Return the losses of a project that has copied the technique; rest of the file is its own."""
+    technique = Path(lesson.__file__).read_text().partition("# --- The technique ---")[2]
+    names = {}
+    exec(OWN.replace("{technique}", technique.partition("# --- The proof ---")[0]), names)
+    return [float(loss) for loss in names["losses"]]
 
 
-def crossings(graph, feed):
+def crossings(watched):
     """Return what crosses in a training step: {"cpu:0 to cpu:1": {name: bytes}}."""
-    v1 = lesson.v1
-    metadata, options = v1.RunMetadata(), v1.RunOptions(output_partition_graphs=True)
-    graph.session.run([graph.loss, graph.train], feed, options, metadata)
-    found = collections.defaultdict(dict)
+    metadata = lesson.v1.RunMetadata()
+    options = lesson.v1.RunOptions(output_partition_graphs=True)
+    watched.run([watched.graph.loss, watched.graph.update], None, options, metadata)
+    found = {}
     for node in itertools.chain(*(part.node for part in metadata.partition_graphs)):
         if node.op == "_Recv":
             ends = [node.attr[end].s.decode()[-5:] for end in ("send_device", "recv_device")]
             name = re.sub(r"^edge_\d+_", "", node.attr["tensor_name"].s.decode())
-            found[" to ".join(ends).lower()][name] = f"{name}:0"
-    values = graph.session.run(dict(found), feed)
-    return {way: {name: v.nbytes for name, v in sent.items()} for way, sent in values.items()}
+            found.setdefault(" to ".join(ends).lower(), {})[name] = f"{name}:0"
+    inputs, values = watched.run([watched.graph.inputs[0], found])
+    sizes = {way: {name: v.nbytes for name, v in sent.items()} for way, sent in values.items()}
+    return inputs.shape, sizes
 
 
-def merge_in_graph(merge):
-    """Split a value of unknown shape in two, and merge; return the shape, or the error's name."""
+def in_graph(function, rows=4):
+    """Return the shape of function(a value of unknown shape), or the name of its error."""
     tf, v1 = lesson.tf, lesson.v1
     with tf.Graph().as_default(), v1.Session() as session:
         value = v1.placeholder("float32", [None, None])
         try:
-            return list(session.run(merge(tf.split(value, 2)), {value: np.ones((4, 7))}).shape)
-        except (tf.errors.InvalidArgumentError, ValueError) as error:
-            return type(error).__name__
-
-
-def split_in_graph(rows, towers):
-    """Return the name of the error of tf.split, or None."""
-    tf, v1 = lesson.tf, lesson.v1
-    with tf.Graph().as_default(), v1.Session() as session:
-        value = v1.placeholder("float32", [None, None])
-        try:
-            session.run(tf.split(value, towers), {value: np.ones((rows, 3))})
+            return list(session.run(function(value), {value: np.ones((rows, 7))}).shape)
         except (tf.errors.InvalidArgumentError, ValueError) as error:
             return type(error).__name__
 
@@ -126,385 +90,234 @@ def most_at_once(calls):
     def slowly(number):
         return lesson.tf.numpy_function(make, [number], "int64")
 
-    data = lesson.tf.data.Dataset.range(12).map(slowly, num_parallel_calls=calls).prefetch(2)
-    assert len([*data]) == 12
+    data = lesson.tf.data.Dataset.range(8).map(slowly, num_parallel_calls=calls).prefetch(2)
+    assert len([*data]) == 8
     return max(seen)
 
 
-def from_notebook(function):
-    """Return a function of this lesson's notebook: the one that a reader sees."""
+def mirrored(first, batch):
+    """Return how far each device's gradients are off in the notebook's function, and the copies."""
     path = ROOT / "notebooks" / "lesson_07_tf_make_parallel.ipynb"
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
-    (source,) = [cell for cell in cells if f"def {function}(" in cell]
+    (source,) = [cell for cell in cells if "def mirrored_gradients(" in cell]
     names = {"tf": lesson.tf, "np": np, "lesson": lesson}
-    exec(source[: source.index("\n\n\nresults")], names)
-    return names[function]
+    exec(source, names)
+    by_device, copies = names["mirrored_gradients"](first, batch, 2)
+    _, right = lesson.by_hand(first, *batch)
+    return [max(lesson.difference(g[n], right[n]) for n in right) for g in by_device], copies
 
 
-def problem():
-    """Return (sentences, weights in float64, a function that makes batches of 32 rows)."""
-    sentences, _ = lesson.read_sentences()
-    numbers = lesson.number_words(sentences)
-    batches = functools.partial(lesson.make_batches, sentences, numbers, 32, 0)
-    return sentences, lesson.initial_weights(0, len(numbers)), batches
-
-
-def measure_graphs(folder):
-    """Measure what the towers compute, where, and what they send."""
-    _, weights, batches = problem()
-    batch, facts = next(batches()), {}
-    some = [array[:10, :] for array in batch]
-    made = []
-
-    def watched():
-        for number, values in enumerate(batches()):
-            made.append(number)
-            yield values
-
-    one = lesson.build(weights, batches, 1)
-    two, four = lesson.build(weights, watched, 2), lesson.build(weights, batches, 4)
-    whole, part = lesson.trace(one, batch), lesson.trace(one, some)
-    facts["variables"] = [len(graph.variables) for graph in (one, two, four)]
-    places = {variable.device for variable in four.variables.values()}
-    facts["variables_on"] = sorted(place[-5:] for place in places)
-    facts["loss_by_hand"] = difference(numpy_loss(weights, *some), np.array(part[0]))
-
-    # A gradient by differences: it knows nothing of TensorFlow's.
-    name, at = "kernel_2", np.unravel_index(abs(part[1]["kernel_2"]).argmax(), (128, 256))
-    ends = []
-    for sign in (1, -1):
-        moved = {**weights, name: weights[name].copy()}
-        moved[name][at] += sign * 1e-4
-        ends.append(numpy_loss(moved, *some))
-    slope = (ends[0] - ends[1]) / 2e-4
-    facts["gradient_by_differences"] = difference(np.array(part[1][name][at]), np.array(slope))
-    facts["smallest_gradient"] = float(min(abs(g).max() for g in whole[1].values()))
-
-    mine = lesson.trace(two, batch)
-    facts["diff_2"] = worst(mine, whole)
-    facts["diff_4"] = worst(lesson.trace(four, batch), whole)
-    facts["diff_4_of_10_rows"] = worst(lesson.trace(four, some), part)
-    facts["colocated"] = count_operations(mine[2])
-    facts["misplaced"] = len(lesson.misplaced(mine[2]))
-    apart = lesson.build(weights, batches, 2, colocate=False)
-    other = lesson.trace(apart, batch)
-    facts["not_colocated"] = count_operations(other[2])
-    facts["misplaced_not_colocated"] = len(lesson.misplaced(other[2]))
-    facts["diff_not_colocated"] = worst(other, whole)
-
-    # The pipeline: what it gives, and whether it works ahead. Nothing was taken from it until now.
-    facts["made_before"] = len(made)
-    taken = [two.session.run(two.inputs) for _ in range(3)]
-    end = time.monotonic() + 60
-    while len(made) < 5 and time.monotonic() < end:
-        time.sleep(0.01)
-    facts["made_after_3"] = len(made)
-    pairs = zip(taken, batches(), strict=False)
-    facts["pipeline_is_equal"] = all(
-        np.array_equal(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)
-    )
-    facts["unknown_shapes"] = [tensor.shape.as_list() for tensor in two.inputs]
-    seconds = []
-    for feed in (dict(zip(two.inputs, batch, strict=True)), None) * 4:
-        start = time.perf_counter()
-        two.session.run(two.loss, feed)
-        seconds.append(time.perf_counter() - start)
-    facts["by_hand_to_pipeline"] = float(np.median(seconds[2::2]) / np.median(seconds[3::2]))
-
-    # One training step: what crosses, and the update.
-    feed = dict(zip(two.inputs, batch, strict=True))
-    facts["crossings"], facts["time"] = crossings(two, feed), batch[0].shape[1]
-    after = two.session.run(two.variables)
-    step = lesson.LEARNING_RATE
-    new = {name: weights[name] - step * whole[1][name] for name in weights}
-    facts["update"] = max(difference(after[name], new[name]) for name in weights)
-    facts["update_size"] = min(difference(weights[name], new[name]) for name in weights)
-
-    wider = [np.pad(array, ((0, 0), (0, 5))) for array in batch]
-    facts["real"] = [float(lesson.trace(one, some)[0]) for some in (batch, wider)]
-    factors = [some[2].sum() / some[2].size for some in (batch, wider)]
-    facts["padded"] = [loss * factor for loss, factor in zip(facts["real"], factors, strict=True)]
-
-    tf = lesson.tf
-    sums = lesson.sum_of_losses
-    lesson.sum_of_losses = lambda weights, inputs, targets, mask: (
-        sums(weights, inputs, targets, mask) / tf.reduce_sum(mask) * batch[2].sum() / 2
-    )
-    facts["mean_of_means"] = worst(lesson.trace(lesson.build(weights, batches, 2), batch), whole)
-    lesson.sum_of_losses = sums
-    facts["merged"] = {
-        "concat": merge_in_graph(lambda parts: tf.concat(parts, 0)),
-        "concat of scalars": merge_in_graph(
-            lambda parts: tf.concat([tf.reduce_sum(part) for part in parts], 0)
-        ),
-        "concat of other lengths": merge_in_graph(
-            lambda parts: tf.concat([parts[0], parts[1][:, :3]], 0)
-        ),
-        "add_n of losses per word": merge_in_graph(lambda parts: tf.reduce_sum(tf.add_n(parts))),
-        "the same, of other lengths": merge_in_graph(
-            lambda parts: tf.reduce_sum(tf.add_n([parts[0], parts[1][:, :3]]))
-        ),
-        "add_n of other lengths": merge_in_graph(
-            lambda parts: tf.add_n([tf.reduce_sum(parts[0]), tf.reduce_sum(parts[1][:, :3])])
-        ),
-    }
-    facts["split"] = [split_in_graph(10, towers) for towers in (2, 4, 0)]
-    return facts
-
-
-def measure_strategies(folder):
-    """Measure MirroredStrategy, and the verdicts of main."""
-    lesson.import_tensorflow()
-    tf, facts = lesson.tf, {"torch": "torch" in sys.modules}
+def measure(folder):
+    """Return what TensorFlow does: {what: found}."""
+    tf, facts = lesson.import_tensorflow(), {}
     devices = [tf.config.LogicalDeviceConfiguration() for _ in range(2)]
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
-    _, weights, batches = problem()
-    batch = next(batches())
-    loss, gradients, _ = lesson.trace(lesson.build(weights, batches, 1), batch)
-    results, copies = from_notebook("mirrored_gradients")(weights, batch, 2)
-    facts["mirrored_copies"] = sorted(copies)
-    facts["mirrored"] = [
-        worst((values[0], dict(zip(weights, values[1:], strict=True))), (loss, gradients))
-        for values in zip(*results, strict=True)
-    ]
+    args = lesson.parse_args(["--dtype", "float64", "--batch-size", "6", "--data-dir", folder])
+    first, make = lesson.prepare(args)
+    made = []
 
-    # A data set that is zipped with itself after a shuffle, as in the article's program.
+    def watched_batches():
+        for number, batch in enumerate(make()):
+            made.append(number)
+            yield batch
+
+    watched = lesson.Watched(first, ["cpu:0", "cpu:1"], watched_batches)
+    facts["before"], end = len(made), time.monotonic() + 60
+    facts["shape"], facts["crossings"] = crossings(watched)  # takes two batches
+    while len(made) < 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    facts["made"] = len(made)
+    watched.close()
+    facts["at_once"] = [most_at_once(calls) for calls in (None, 4)]
+    batch = next(make())
+    wider = [np.pad(array, ((0, 0), (0, 5))) for array in batch]
+    facts["real"] = [lesson.by_hand(first, *some)[0] for some in (batch, wider)]
+    facts["mirrored"] = mirrored(first, batch)
+    facts["own"] = own_project()
+
+    halves = lambda value: tf.split(value, 2)  # noqa: E731
+    short = lambda value: [halves(value)[0], halves(value)[1][:, :3]]  # noqa: E731
+    sums = lambda parts: [tf.reduce_sum(part) for part in parts]  # noqa: E731
+    facts["merged"] = {
+        "concat": in_graph(lambda value: tf.concat(halves(value), 0)),
+        "concat of scalars": in_graph(lambda value: tf.concat(sums(halves(value)), 0)),
+        "concat of other lengths": in_graph(lambda value: tf.concat(short(value), 0)),
+        "add_n": in_graph(lambda value: tf.add_n(halves(value))),
+        "add_n of other lengths": in_graph(lambda value: tf.add_n(short(value))),
+        "add_n of scalars of other lengths": in_graph(lambda value: tf.add_n(sums(short(value)))),
+    }
+    facts["split"] = [in_graph(lambda value, n=n: tf.split(value, n)[0], 10) for n in (2, 4, 0)]
     lines = tf.data.Dataset.range(1000).shuffle(1000, reshuffle_each_iteration=True)
     pairs = tf.data.Dataset.zip((lines, lines))
     facts["met_themselves"] = sum(int(one) == int(other) for one, other in pairs)
     last_map = pairs.map(lambda one, other: (one, one + 1))
     facts["pairs_after_the_last_map"] = sum(int(x) + 1 == int(y) for x, y in last_map)
-    facts["made_at_once"] = [most_at_once(calls) for calls in (None, 4)]
-
-    # main says FAIL for each part of the claim that is false.
-    def verdict(*flags, **changes):
-        before = {name: getattr(lesson, name) for name in changes}
-        vars(lesson).update(changes)
-        try:
-            with contextlib.redirect_stdout(io.StringIO()) as output:
-                code = lesson.main([*flags, "--json"])
-        finally:
-            vars(lesson).update(before)
-        line, last = output.getvalue().splitlines()[-2:]
-        assert json.loads(last)["passed"] is (code == 0)
-        return [code, line.split()[0]]
-
-    def short_batches(sentences, *rest):  # three words each, so that 100 steps are quick
-        return make_batches([words[:3] for words in sentences], *rest)
-
-    def build_apart(weights, batches, num_devices):
-        return build(weights, batches, num_devices, colocate=False)
-
-    def lose_a_tower(fn, num_devices, **inputs):
-        rows = {name: value[: tf.shape(value)[0] // num_devices] for name, value in inputs.items()}
-        return make_parallel(fn, num_devices, **{n: inputs[n] for n in inputs} | rows)
-
-    def share_nothing(fn, num_devices, **inputs):
-        with contextlib.ExitStack() as stack:
-            scopes = iter(f"own_{number}" for number in range(num_devices))
-            real = lesson.v1.variable_scope
-            stack.callback(setattr, lesson.v1, "variable_scope", real)
-            lesson.v1.variable_scope = lambda name, reuse: real(next(scopes), reuse=reuse)
-            return make_parallel(fn, num_devices, **inputs)
-
-    make_batches, build, make_parallel = lesson.make_batches, lesson.build, lesson.make_parallel
-    few = "--steps", "2"
-    facts["verdicts"] = {
-        "all is well": verdict(*few),
-        "no colocation": verdict(*few, build=build_apart),
-        "a tower is lost": verdict(*few, make_parallel=lose_a_tower),
-        "learned": verdict(make_batches=short_batches, LEARNING_RATE=2.0),
-        "did not learn": verdict(make_batches=short_batches, LEARNING_RATE=0.0),
-    }
-    try:
-        facts["verdicts"]["nothing is shared"] = verdict(*few, make_parallel=share_nothing)
-    except (ValueError, KeyError) as error:
-        facts["verdicts"]["nothing is shared"] = type(error).__name__
-
-    texts = "the cat sat on the mat\n" * 6 + "a dog <unk> N times\n" * 6
-    for name in ("train", "valid", "test"):
-        Path(folder, f"ptb.{name}.txt").write_text(texts)
-    facts["ptb"] = verdict("--data-dir", folder, "--batch-size", "4", *few)
-    return facts
+    facts["runs"] = {}
+    save = ["--save", f"{folder}/x.npz"]
+    for nproc, rows, more in ((1, 6, []), (4, 3, save)):
+        words = ["--nproc", str(nproc), "--batch-size", str(rows), "--steps", "2", *more]
+        with contextlib.redirect_stdout(io.StringIO()):
+            flags = lesson.parse_args([*words, "--dtype", "float64", "--data-dir", folder])
+            passed, _, numbers = lesson.main(flags)
+        facts["runs"][nproc] = passed, numbers["rows_per_tower"], numbers["variables"]
+    return facts | {"torch": "torch" in sys.modules}
 
 
 if __name__ == "__main__":
-    lesson.import_tensorflow()
-    print(json.dumps(globals()[sys.argv[1]](sys.argv[2])))
-    sys.exit()
+    print(json.dumps(measure(sys.argv[1])), flush=True)
+    os._exit(0)  # without C++'s last steps
 
 # --- In pytest ---
 
-EIGHT = "--nproc 8 --steps 2 --batch-size 12 --dtype float64 --json --save eight.npz"
-RUNS = {"two": ["--steps", 10, "--save", "two.npz"], "eight": EIGHT.split()}
+import pytest  # noqa: E402
+from breaks import check_breaks  # noqa: E402
+from conftest import ENVIRONMENT  # noqa: E402
+
+pytestmark = pytest.mark.needs("tensorflow")
+
+SCOPE = 'v1.variable_scope("model", '
+LOSS = "loss = total / tf.reduce_sum(mask)  #"
+PAIRS = "compute_gradients(loss, colocate_gradients_with_ops=True)"
+SUM = "sums.append(tower(**part))"
+SPLIT = "parts[name] = tf.split(value, len(devices))"
+
+BREAKS = {
+    "variables not shared": (SCOPE, 'v1.variable_scope(f"model{number or str()}", '),
+    "gradients added, the loss averaged": (
+        PAIRS,
+        PAIRS.replace("loss,", "loss * len(devices),"),
+        (2,),
+    ),
+    "divided by the padded length": (LOSS, "loss = total / tf.cast(tf.size(mask), dtype)  #", (2,)),
+    "losses of unequal parts averaged": (
+        SUM,
+        'sums.append(tower(**part) / tf.reduce_sum(part["mask"]) / len(devices)'
+        ' * tf.reduce_sum(inputs["mask"]))',
+        (2,),
+    ),
+    "the batch not split, the loss averaged": (
+        SPLIT,
+        'parts[name] = [value / len(devices) if name == "mask" else value] * len(devices)',
+    ),
+    "all on one device": ("tf.device(device)", "tf.device(devices[0])"),
+    "no colocation": (PAIRS, "compute_gradients(loss)", (2,)),
+    "the learning rate times towers": ("(learning_rate)", "(learning_rate * len(devices))", (2,)),
+    "only the last two variables": ("apply_gradients(pairs)", "apply_gradients(pairs[-2:])", (2,)),
+    "two updates of a half": (
+        "update = optimizer.apply_gradients(pairs)  #",
+        "update = tf.group(*(optimizer.apply_gradients("
+        "[(tf.convert_to_tensor(g) / 2, v) for g, v in pairs]) for _ in (1, 2)))  #",
+        (2,),
+    ),
+    "updates in the first step only": (
+        "return [graph.session.run([graph.loss, graph.update])[0] for _",
+        "return [graph.session.run([graph.loss, graph.update][: 1 + (n == 0)])[0] for n",
+        (2,),
+    ),
+    "every second batch": ("data.prefetch(2)", "data.shard(2, 0)", (2,)),
+    "rows that are too many are dropped": (
+        "value = tf.pad(value, [[0, missing], [0, 0]])",
+        "value = value[: tf.shape(value)[0] // len(devices) * len(devices)]",
+        (3,),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """Run the script twice and measure twice, all at once: ({name: Finished}, their folder)."""
+def texts(tmp_path_factory):
+    """Return a folder with a short text in PTB's format, in a path with a space."""
     folder = tmp_path_factory.mktemp("a folder with spaces")
-    started = {name: start_lesson(7, *flags, cwd=folder) for name, flags in RUNS.items()}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "lessons")}
-    options |= {"env": environment, "start_new_session": True}
-    for name in ("measure_graphs", "measure_strategies"):
-        own = tmp_path_factory.mktemp(name)
-        command = [sys.executable, __file__, name, str(own)]
-        started[name] = subprocess.Popen(command, **options)
-    runs = {}
-    try:
-        for name, process in started.items():
-            stdout, stderr = process.communicate(timeout=300)
-            runs[name] = Finished(process.args, process.returncode, stdout, stderr)
-    finally:
-        for process in started.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return runs, folder
+    text = "the cat sat on the mat\n" * 3 + "a dog <unk> N times\nwe go\n" * 3
+    for name in ("train", "valid", "test"):
+        (folder / f"ptb.{name}.txt").write_text(text)
+    return folder
+
+
+@pytest.mark.claim("D7", "D9", "D12")
+def test_each_break_ends_in_fail(texts):
+    flags = ("--steps", 3, "--batch-size", 7, "--dtype", "float64", "--data-dir", texts)
+    check_breaks(7, BREAKS, (2, 3), *flags)
 
 
 @pytest.fixture(scope="module")
-def facts(everything):
-    """Return what both measuring processes have found, in one dict."""
-    found = {}
-    for name in ("measure_graphs", "measure_strategies"):
-        run = everything[0][name]
-        assert run.returncode == 0, run.stderr
-        found |= run.json
-    return found
-
-
-@pytest.fixture(scope="module")
-def runs(everything):
-    return everything[0]
-
-
-@pytest.fixture(scope="module")
-def saved(everything):
-    folder = everything[1]
-    assert sorted(path.name for path in folder.iterdir()) == ["eight.npz", "two.npz"]
-    return {name: dict(np.load(folder / f"{name}.npz")) for name in RUNS}
-
-
-@pytest.fixture
-def no_framework(monkeypatch):
-    monkeypatch.setattr(lesson, "import_tensorflow", None)  # calling it would be a TypeError
-
-
-def test_pytest_never_imports_tensorflow(facts):
+def facts(texts):
+    """Return what the one measuring process has found."""
+    folders = [str(ROOT / "lessons")]
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, __file__, str(texts)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
     assert "tensorflow" not in sys.modules
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+# --- The script ---
+
+
+def test_one_tower_and_more_towers_than_rows_pass(facts):
+    assert facts["runs"] == {"1": [True, [6], 7], "4": [True, [1, 1, 1, 1], 7]}
     assert facts["torch"] is False
 
 
-# --- The script, as a reader runs it ---
+def test_save_writes_losses_gradients_and_weights(facts, texts):
+    numbers = lesson.number_words(lesson.read_sentences(texts)[0])
+    arrays, first = np.load(texts / "x.npz"), lesson.initial_weights(0, len(numbers))
+    assert arrays["loss"].shape == (2,) and len(arrays) == 1 + 2 * len(first)
+    for name, value in first.items():
+        gradient, last = arrays[f"gradient_{name}"], arrays[f"weight_{name}"]
+        assert gradient.shape == last.shape == value.shape
+        assert abs(gradient).max() > 0 < abs(last - value).max()
 
 
-@pytest.mark.claim("D7", "D12")
-def test_default_run_passes(default_run):
-    run = default_run(7)
-    assert run.returncode == 0 and run.stderr == ""
-    assert run.stdout.splitlines()[-2].startswith("PASS ")
-    facts = run.json
-    assert facts["lesson"] == 7 and facts["world_size"] == 2 and facts["passed"] is True
-    assert facts["backend"] == "graph" and facts["device"] in ("cpu", "gpu")
-    assert facts["variables"] == 7 and facts["misplaced"] == 0
-    assert facts["max_grad_diff"] < 1e-5
-    assert facts["perplexity_last"] < facts["perplexity_first"] / 2 < 1010
-    assert facts["tokens_per_second"] > 0
-    assert {f"{facts['device']}:{number}" for number in (0, 1)} <= set(facts["ops_per_device"])
-
-
-@pytest.mark.claim("D7")
-def test_eight_towers_and_12_rows_pass(runs):
-    run = runs["eight"]
-    assert run.returncode == 0 and run.stderr == ""
-    assert len(run.json["ops_per_device"]) >= 8 and min(run.json["ops_per_device"].values()) > 100
-    assert run.json["max_grad_diff"] < 1e-10
-
-
-def test_save_writes_losses_gradients_and_weights(saved):
-    for name, steps, dtype in (("two", 10, "float32"), ("eight", 2, "float64")):
-        arrays = saved[name]
-        first = lesson.initial_weights(0, 2000)
-        assert arrays["loss"].shape == (steps,)
-        assert arrays["loss"][-1] < arrays["loss"][0]
-        assert len(arrays) == 1 + 2 * len(first)
-        for weight, value in first.items():
-            gradient, last = arrays[f"gradient_{weight}"], arrays[f"weight_{weight}"]
-            assert gradient.shape == last.shape == value.shape
-            assert gradient.dtype == last.dtype == dtype
-            assert abs(gradient).max() > 0 < abs(last - value).max()
-
-
-BAD = [
-    (["--batch-size", "100000"], "--batch-size"),
-    (["--dtype", "float16"], "--dtype"),
-    (["--data-dir", "no such folder"], "ptb.train.txt is missing or empty"),
-    (["--save", "no such folder/x.npz"], "--save"),
-    (["--save", "."], "--save"),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value))
-def test_bad_value_costs_one_line(no_framework, monkeypatch, tmp_path, capsys, flags, named):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main(flags)
-    stdout, stderr = capsys.readouterr()
-    assert exit_.value.code == 2 and stdout == ""
-    assert len(stderr.splitlines()) == 1 and named in stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_tensorflow_it_says_what_to_install(no_framework, monkeypatch, capsys):
-    monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as exit_:
-        lesson.main([])
-    stdout, stderr = capsys.readouterr()
-    assert exit_.value.code == 2 and stdout == ""
-    assert stderr.endswith(": error: needs tensorflow: pip install tensorflow==2.21.0\n")
-    assert len(stderr.splitlines()) == 1
-
-
-def test_on_a_full_disk_the_results_come_first_and_then_one_line(tmp_path):
-    """A limit on the size of a file plays the full disk; it is inherited by the shell's child."""
-    path = tmp_path / "x.npz"
+def test_on_a_full_disk_the_results_come_with_a_sentence(tmp_path):
+    """A limit on the size of a file plays the full disk."""
+    path, limit = tmp_path / "x.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_text("of last week")
-    flags = ["--steps", "2", "--batch-size", "4", "--save", str(path)]
-    command = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"', sys.executable, lesson.__file__, *flags]
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 1 and run.stdout.splitlines()[-1].startswith("PASS ")
-    assert run.stderr == f"can't write {path}: File too large\n"
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
+        wrong = lesson.save(path, [0.0] * 1000, {}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert wrong == [f"can't write {path}: File too large"]
     assert path.read_text() == "of last week" and [*tmp_path.iterdir()] == [path]
 
 
-def test_claim_that_is_false_fails(facts):
-    assert facts["verdicts"] == {
-        "all is well": [0, "PASS"],
-        "no colocation": [1, "FAIL"],
-        "a tower is lost": [1, "FAIL"],
-        "learned": [0, "PASS"],
-        "did not learn": [1, "FAIL"],
-        "nothing is shared": [1, "FAIL"],
-    }
+BAD = [
+    ("--batch-size=100000", "--batch-size"),
+    ("--dtype=float16", "--dtype"),
+    ("--data-dir=no such folder", "ptb.train.txt is missing or empty"),
+    ("--save=no such folder/x.npz", "--save"),
+    ("--save=.", "--save"),
+    ("", "needs tensorflow: pip install tensorflow==2.21.0"),
+]
 
 
-# --- The data ---
+@pytest.mark.parametrize(("flag", "named"), BAD)
+def test_bad_value_costs_one_line(monkeypatch, tmp_path, capsys, flag, named):
+    monkeypatch.chdir(tmp_path)
+    if not flag:
+        monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        lesson.parse_args([flag] * bool(flag))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and named in line and list(tmp_path.iterdir()) == []
+
+
+# --- The text ---
 
 
 @pytest.mark.claim("D12")
-def test_ptb_files_are_read_when_they_are_there(facts, tmp_path):
-    assert facts["ptb"] == [0, "PASS"]
+def test_ptb_files_are_read_when_they_are_there(tmp_path):
     for name, text in (("train", "a b <unk>\n\nc N\n"), ("valid", "x\n"), ("test", "y z\n")):
         (tmp_path / f"ptb.{name}.txt").write_text(text)
     assert lesson.read_sentences(tmp_path) == ([["a", "b", "<unk>"], ["c", "N"]], [["y", "z"]])
 
 
-def test_every_pair_belongs_together():
-    sentences, _, batches = problem()
-    numbers = lesson.number_words(sentences)
-    seen = set()
-    for inputs, targets, mask in itertools.islice(batches(), len(sentences) // 32):
+def test_every_pair_belongs_together_and_all_sentences_come(texts):
+    sentences, _ = lesson.read_sentences()
+    numbers, seen = lesson.number_words(sentences), set()
+    batches = lesson.make_batches(sentences, numbers, 32, 0)
+    for inputs, targets, mask in itertools.islice(batches, len(sentences) // 32):
         for row in range(32):
             length = int(mask[row].sum())
             assert inputs[row, 0] == targets[row, length - 1] == 0
@@ -515,136 +328,89 @@ def test_every_pair_belongs_together():
     assert seen <= coded and len(seen) > 0.9 * len(coded)
 
 
-@pytest.mark.claim("D13")
-def test_a_shuffled_data_set_zipped_with_itself_gives_right_pairs_after_the_last_map(facts):
-    assert facts["met_themselves"] < 50 and facts["pairs_after_the_last_map"] == 1000
-
-
 @pytest.mark.claim("D4")
-def test_more_devices_make_fewer_updates_in_an_epoch(monkeypatch):
-    sentences, _, _ = problem()
-    numbers = lesson.number_words(sentences)
+@pytest.mark.parametrize("devices", (1, 2, 8))
+def test_more_devices_make_fewer_updates_in_an_epoch(monkeypatch, devices):
+    sentences, epochs = [["a"]] * 1000, []
 
     class Generator:  # stands for NumPy's; it knows when the next epoch begins
-        epochs = 0
-
         def permutation(self, count):
-            self.epochs += 1
+            epochs.append(count)
             return np.arange(count)
 
-        def is_in_first_epoch(self, batch):
-            return self.epochs == 1
-
-    updates = []
-    for devices in (1, 2, 4, 8):
-        generator = Generator()
-        monkeypatch.setattr(lesson.np.random, "default_rng", lambda seed, own=generator: own)
-        batches = lesson.make_batches(sentences, numbers, 32 * devices, 0)
-        updates.append(sum(1 for _ in itertools.takewhile(generator.is_in_first_epoch, batches)))
-    assert updates == [len(sentences) // (32 * devices) for devices in (1, 2, 4, 8)]
-    assert updates[0] >= 8 * updates[3] > 0
+    monkeypatch.setattr(lesson.np.random, "default_rng", lambda seed: Generator())
+    batches = lesson.make_batches(sentences, {"a": 2}, 32 * devices, 0)
+    updates = sum(1 for _ in itertools.takewhile(lambda _: len(epochs) == 1, batches))
+    assert updates == 1000 // (32 * devices)
 
 
-# --- The towers ---
+# --- The proof, the technique, and what TensorFlow does ---
 
 
-@pytest.mark.claim("D7")
-def test_all_towers_share_one_set_of_variables(facts):
-    assert facts["variables"] == [7, 7, 7]
-    assert facts["variables_on"] in (["CPU:0"], ["GPU:0"])
+def test_the_gradients_in_numpy_are_those_by_differences():
+    """They are the measure of all towers; these know nothing of their formulas."""
+    weights = {n: w * 3 for n, w in lesson.initial_weights(0, 5, 4).items()}
+    batch = next(lesson.make_batches([["a", "b", "c"], ["b"]], {"a": 2, "b": 3, "c": 4}, 2, 0))
+    for name, gradient in lesson.by_hand(weights, *batch)[1].items():
+        slopes = np.zeros_like(gradient)
+        for place in np.ndindex(gradient.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = weights[name].copy()
+                moved[place] += sign * 1e-5
+                ends.append(lesson.by_hand(weights | {name: moved}, *batch)[0])
+            slopes[place] = (ends[0] - ends[1]) / 2e-5
+        assert abs(slopes - gradient).max() < 1e-8 < abs(gradient).max(), name
 
 
-@pytest.mark.claim("D2", "D7")
-def test_loss_and_gradients_are_one_devices(facts):
-    assert facts["diff_2"] < 1e-10
-    assert facts["diff_4"] < 1e-10
-    assert facts["diff_4_of_10_rows"] < 1e-10
-    assert facts["smallest_gradient"] > 1e-5, "all gradients may be 0"
-
-
-def test_the_model_is_what_numpy_computes(facts):
-    assert facts["loss_by_hand"] < 1e-12
-    assert facts["gradient_by_differences"] < 1e-5
-
-
-@pytest.mark.claim("D2")
-def test_the_update_is_made_once_from_the_sum(facts):
-    assert facts["update"] < 1e-10 < 1e-6 < facts["update_size"]
-
-
-@pytest.mark.claim("D6", "D9")
-def test_with_colocation_each_device_computes_its_towers_gradients(facts):
-    assert set(facts["colocated"]) == {"tower 0 on cpu:0", "tower 1 on cpu:1"}
-    assert min(facts["colocated"].values()) > 1000
-    assert facts["misplaced"] == 0
-
-
-@pytest.mark.claim("D9")
-def test_without_colocation_gradients_run_elsewhere_with_the_same_result(facts):
-    assert facts["not_colocated"]["tower 1 on cpu:0"] > 1000
-    assert facts["misplaced_not_colocated"] > 1000
-    assert facts["diff_not_colocated"] < 1e-10
+def test_the_technique_runs_in_a_project_of_ones_own(facts):
+    assert len(facts["own"]) == 40
+    assert facts["own"][0] == pytest.approx((4 + 16 + 36 + 64 + 100) / 5)
+    assert facts["own"][-1] < 0.01 * facts["own"][0]  # w is 3
 
 
 @pytest.mark.claim("D1", "D2")
-def test_weights_cross_there_and_gradients_back_in_each_step(facts):
+def test_weights_cross_there_and_gradients_back_in_each_step(facts, texts):
     there, back = (facts["crossings"][way] for way in ("cpu:0 to cpu:1", "cpu:1 to cpu:0"))
-    rows = 16 * facts["time"] * 64 * 8  # of the embedding: the second tower's words, float64
+    numbers = lesson.number_words(lesson.read_sentences(texts)[0])
+    sizes = {name: w.nbytes for name, w in lesson.initial_weights(0, len(numbers)).items()}
+    whole = sum(sizes.values()) - sizes["embedding"]
+    rows = 3 * facts["shape"][1] * 64 * 8  # of the embedding: the second tower's words, float64
     others = [size for name, size in there.items() if "ReadVariableOp" in name]
-    assert len(others) == 6 and sum(others) == (324_048 - 2000 * 64) * 8
+    assert (len(others), sum(others)) == (6, whole)
     assert there["tower_1/model/embedding_lookup"] == rows
-    assert sum(name.startswith("split") for name in there) == 2
     gradients = [size for name, size in back.items() if name.startswith("gradients/tower_1/")]
-    assert len(gradients) == 6 + 1 and sum(gradients) == sum(others) + rows
+    assert (len(gradients), sum(gradients)) == (6 + 1, whole + rows)
     assert back["tower_1/model/Sum"] == 8
 
 
 @pytest.mark.claim("D6")
 def test_mirrored_strategy_has_the_same_gradients_and_a_copy_on_each_device(facts):
-    assert facts["mirrored_copies"] == [2]
-    assert len(facts["mirrored"]) == 2 and max(facts["mirrored"]) < 1e-10
+    off, copies = facts["mirrored"]
+    assert copies == 2 and len(off) == 2 and max(off) < 1e-10
 
 
 @pytest.mark.claim("D7", "D8")
 def test_concat_works_with_unknown_sizes_and_fails_for_scalars_and_other_lengths(facts):
-    assert facts["unknown_shapes"] == [[None, None]] * 3
     assert facts["merged"] == {
         "concat": [4, 7],
         "concat of scalars": "ValueError",
         "concat of other lengths": "InvalidArgumentError",
-        "add_n of losses per word": [],
-        "the same, of other lengths": "InvalidArgumentError",
-        "add_n of other lengths": [],
+        "add_n": [2, 7],
+        "add_n of other lengths": "InvalidArgumentError",
+        "add_n of scalars of other lengths": [],
     }
 
 
 @pytest.mark.claim("D10")
-def test_the_pipeline_works_ahead_and_gives_the_same_batches(facts):
-    assert facts["made_before"] == 0, "a fed batch is not taken from the pipeline"
-    assert facts["made_after_3"] >= 5
-    assert facts["pipeline_is_equal"] is True
-    print(f"by hand / pipeline: {facts['by_hand_to_pipeline']:.2f}")  # reported, not asserted
-
-
-@pytest.mark.claim("D10")
-def test_prefetch_makes_one_batch_at_a_time_and_parallel_calls_make_several(facts):
-    one, several = facts["made_at_once"]
-    assert one == 1 < several <= 4
+def test_prefetch_works_ahead_one_at_a_time_and_parallel_calls_make_several(facts):
+    one, several = facts["at_once"]
+    assert facts["before"] <= 3 and facts["made"] >= 4 and one == 1 < several <= 4
 
 
 @pytest.mark.claim("D13")
-def test_padded_length_gives_another_loss_than_real_words(facts):
-    real, padded = facts["real"], facts["padded"]
-    assert abs(real[0] - real[1]) < 1e-10
-    assert padded[0] < 0.85 * real[0] and padded[1] < 0.95 * padded[0]
-
-
-@pytest.mark.claim("D7")
-def test_a_mean_of_means_is_another_gradient(facts):
-    assert facts["mean_of_means"] > 0.01
-
-
-@pytest.mark.claim("D13")
-def test_tf_split_fails_where_ours_does_not(facts):
-    assert facts["split"] == [None, "InvalidArgumentError", "ValueError"]
-    assert facts["diff_4_of_10_rows"] < 1e-10
+def test_the_defects_of_the_articles_program(facts):
+    assert facts["split"] == [[5, 7], "InvalidArgumentError", "ValueError"]
+    assert abs(facts["real"][0] - facts["real"][1]) < 1e-12  # padding changes nothing here
+    # It zips shuffled lines, but its last map takes both inputs and targets from the first line.
+    assert facts["met_themselves"] < 50 and facts["pairs_after_the_last_map"] == 1000

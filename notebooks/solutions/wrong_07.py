@@ -1,6 +1,8 @@
-"""Wrong answers to the task of lesson 07, each with what the check must say about it."""
+"""Wrong attempts at the tasks of lesson 07, and words that their verdict must contain."""
 
-from solutions.lesson_07 import solution
+from solutions.lesson_07 import split_rows
+
+# --- Task 2 ---
 
 
 def guarded(function):
@@ -59,20 +61,73 @@ def padded(value, n):
 
 @guarded
 def always_4(value, n):
-    return solution(value, 4)
+    return split_rows(value, 4)
 
 
 def as_float(value, n):
     import tensorflow as tf
 
-    return solution(tf.cast(value, "float32"), n)
+    return split_rows(tf.cast(value, "float32"), n)
 
 
 def no_device(value, n):
-    return solution(value, max(1, n))
+    return split_rows(value, max(1, n))
+
+
+# --- Task 3 ---
+
+
+def published(losses, masks):
+    """The article's line: the matrices added, then divided by tf.size."""
+    import tensorflow as tf
+
+    positions = tf.add_n([tf.size(mask) for mask in masks])
+    return tf.reduce_sum(tf.add_n(losses)) / tf.cast(positions, "float32")
+
+
+def padded_length(losses, masks):
+    import tensorflow as tf
+
+    positions = tf.add_n([tf.size(mask) for mask in masks])
+    return tf.add_n([tf.reduce_sum(loss) for loss in losses]) / tf.cast(positions, "float32")
+
+
+def matrices(losses, masks):
+    import tensorflow as tf
+
+    return tf.reduce_sum(tf.add_n(losses)) / tf.add_n([tf.reduce_sum(mask) for mask in masks])
+
+
+def mean_of_means(losses, masks):
+    import tensorflow as tf
+
+    pairs = zip(losses, masks, strict=True)
+    return tf.add_n([tf.reduce_sum(a) / tf.reduce_sum(b) for a, b in pairs]) / len(losses)
+
+
+def concat(losses, masks):
+    import tensorflow as tf
+
+    return tf.reduce_sum(tf.concat(losses, 0)) / tf.reduce_sum(tf.concat(masks, 0))
+
+
+def first_tower_counts(losses, masks):
+    import tensorflow as tf
+
+    total = tf.add_n([tf.reduce_sum(loss) for loss in losses])
+    return total / tf.reduce_sum(masks[0])
+
+
+def nothing_is_merged(losses, masks):
+    return losses[0]
 
 
 WRONG = {
+    "result_of_the_graph": {
+        "the last step": (2100, "when did Python multiply"),
+        "always 1": (21, "within the loop"),
+        "another": (7, "three nodes"),
+    },
     "split_rows": {
         "tf.split": (split, "divides only rows"),
         "value.shape": (shape, "tf.shape"),
@@ -83,5 +138,20 @@ WRONG = {
         "always 4": (always_4, "towers: 5: a list of 5 tensors is needed"),
         "another type": (as_float, "the parts are float32, the value is int32"),
         "no device": (no_device, "ValueError"),
-    }
+    },
+    "loss_per_word": {
+        "the published line": (published, "padding is counted as words"),
+        "the padded length": (padded_length, "padding is counted as words"),
+        "matrices are added": (matrices, "matrices of different lengths can be neither"),
+        "a mean of means": (mean_of_means, "a mean of the towers' means"),
+        "concat": (concat, "matrices of different lengths can be neither"),
+        "the first tower's words": (first_tower_counts, "should the sum be divided by"),
+        "nothing is merged": (nothing_is_merged, "a scalar is wanted"),
+    },
+    "bytes_of_rows": {
+        "the table": (8_000_000, "the whole table"),
+        "both ways, or both towers": (1_120_000, "too much by two"),
+        "numbers": (140_000, "how many bytes has each"),
+        "another": (700, "for each position"),
+    },
 }
