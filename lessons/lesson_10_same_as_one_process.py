@@ -325,7 +325,7 @@ def wrong_in_training(everyone, alone):
 
 
 def wrong_in_pieces(texts):
-    """Return what is wrong with counts, orders and masks by themselves: a list of sentences."""
+    """Return what is wrong with conditions, counts, orders and masks, each by itself: a list."""
     first, world_size = 2**24 + 1, dist.get_world_size()  # more than float32 can hold
     counted = count_everywhere(first + dist.get_rank(), texts.device)
     right = sum(range(first, first + world_size))
@@ -333,7 +333,9 @@ def wrong_in_pieces(texts):
         deal(35, epoch, 35, 0, 1, seed)[0].tolist() for seed in (0, 50) for epoch in range(50)
     ]
     masks = from_all_ranks(mask_of_process(texts).flatten().tolist())
+    tried = len(removals(dist.get_rank()))
     rules = {
+        f"{tried} conditions are tried, not {CONDITIONS}": tried == CONDITIONS,
         f"the ranks count {counted:.0f}, not {right}": counted == right,
         "an order comes twice, in another epoch or with another seed": not_twice(orders),
         "two ranks draw the same dropout masks": not_twice(masks),
@@ -367,8 +369,6 @@ def wrong_in_conditions(off, world_size):
     for name, (_, removed) in off.items():
         if not removed > limit:
             wrong.append(f"{name}: if removed, off by {removed:.2g}")
-    if len(off) != CONDITIONS:
-        wrong.append(f"{len(off)} conditions were tried, not {CONDITIONS}")
     if world_size > 1 and not not_twice([removed for _, removed in off.values()]):
         wrong.append("two conditions do the same damage: are they one?")
     return wrong

@@ -66,7 +66,6 @@ BREAKS = {
     "no no_sync": (SEND, SEND.replace(f"{ALWAYS} if last else replica.no_sync()", ALWAYS)),
     "the forward outside of no_sync": (SEND, OUTSIDE),
     "the flag after the forward": (SEND, LATE),
-    "the first sends": (LAST, "last = number == 1"),
     "sent one too early": (LAST, f"{LAST} - 1"),
     "nobody sends": (LAST, "last = False"),
     "gradients pile up": (BEGIN, BEGIN.partition("\n")[2]),
