@@ -33,6 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- The technique ---
 
@@ -62,7 +63,7 @@ def train_step(replica, optimizer, micro_batches):
     micro-batch, which may be empty; the ranks need not have equally many.
     """
     mine = sum(int((targets != -100).sum()) for _, targets in micro_batches)
-    total = count_everywhere(mine, micro_batches[0][1].device)
+    total = max(1, count_everywhere(mine, micro_batches[0][1].device))  # 0: nobody has a token
     # DDP will divide the sum over ranks by their number. So each token is left with 1 / total.
     weight = dist.get_world_size() / total
     optimizer.zero_grad()
@@ -183,8 +184,22 @@ def one_process(args, data, mask=None, loss=None):
     return seen
 
 
-def watch(replica):
-    """Return a list of (texts, gradient, parameters, bytes) of each update, and what ends it."""
+class Calls(TorchDispatchMode):
+    """Writes down the names of this process's collectives; it makes each operation slower."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def watch(replica, calls):
+    """Return a list of (texts, gradient, parameters, bytes, collectives) of each update, and what
+    ends it."""
     seen, now, sent = [], [], []
 
     def before_forward(_, inputs):
@@ -197,22 +212,22 @@ def watch(replica):
     def after_update(*_):
         own = list(replica.module.parameters())
         gradient = vector(torch.zeros_like(p) if p.grad is None else p.grad for p in own)
-        seen.append((now.copy(), gradient, vector(own), sum(sent)))
-        now.clear(), sent.clear()
+        seen.append((now.copy(), gradient, vector(own), sum(sent), calls.copy()))
+        now.clear(), sent.clear(), calls.clear()
 
     replica.module.register_forward_pre_hook(before_forward)
     replica.register_comm_hook(None, before_sending)
     return seen, register_optimizer_step_post_hook(after_update)
 
 
-def ranks(args, data, seed=0, mask=None, rate=0.3, init_sync=True, **replaced):
+def ranks(args, data, seed=0, mask=None, rate=0.3, init_sync=True, calls=None, **replaced):
     """Train on all ranks with parts of this script `replaced`; return what each has seen."""
     model = Model(args.seed + seed, data[0].device, mask)
     torch.manual_seed(args.seed + dist.get_rank())  # for dropout
     replica = DistributedDataParallel(model, init_sync=init_sync)
-    seen, handle = watch(replica)
+    seen, handle = watch(replica, calls.names if calls else [])
     sizes = args.steps, args.batch_size, args.micro_batches, args.seed
-    with patch.dict(globals(), replaced):
+    with calls or contextlib.nullcontext(), patch.dict(globals(), replaced):
         train(replica, make_optimizer(model, rate), *data, *sizes)
     handle.remove()
     return from_all_ranks(seen)
@@ -302,16 +317,35 @@ def wrong_in_training(everyone, alone):
         f"an update is off by {moved:.2g}": moved < 1e-12,
         "the ranks' parameters differ": distance(everyone, everyone[0]) == 0,
         f"an update does not cost {size} bytes": {s[3] for s in chain(*everyone)} == {size},
+        "an update calls more than count and gradient": all(  # DDP tells its buckets in the first
+            step[4] == ["allreduce_"] * 2 for seen in everyone for step in seen[2:]
+        ),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
 
-def wrong_in_count(device):
-    """Return what is wrong if the ranks count numbers that float32 can't hold: a list."""
-    first, world_size = 2**24 + 1, dist.get_world_size()
-    counted = count_everywhere(first + dist.get_rank(), device)
+def wrong_in_pieces(texts):
+    """Return what is wrong with conditions, counts, orders and masks, each by itself: a list."""
+    first, world_size = 2**24 + 1, dist.get_world_size()  # more than float32 can hold
+    counted = count_everywhere(first + dist.get_rank(), texts.device)
     right = sum(range(first, first + world_size))
-    return [] if counted == right else [f"the ranks count {counted:.0f}, not {right}"]
+    orders = [
+        deal(35, epoch, 35, 0, 1, seed)[0].tolist() for seed in (0, 50) for epoch in range(50)
+    ]
+    masks = from_all_ranks(mask_of_process(texts).flatten().tolist())
+    tried = len(removals(dist.get_rank()))
+    rules = {
+        f"{tried} conditions are tried, not {CONDITIONS}": tried == CONDITIONS,
+        f"the ranks count {counted:.0f}, not {right}": counted == right,
+        "an order comes twice, in another epoch or with another seed": not_twice(orders),
+        "two ranks draw the same dropout masks": not_twice(masks),
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def not_twice(values):
+    """Return whether all of these values differ."""
+    return len({str(value) for value in values}) == len(values)
 
 
 def report(numbers, micro_batches):
@@ -335,9 +369,9 @@ def wrong_in_conditions(off, world_size):
     for name, (_, removed) in off.items():
         if not removed > limit:
             wrong.append(f"{name}: if removed, off by {removed:.2g}")
-    return wrong + [f"{len(off)} conditions were tried, not {CONDITIONS}"] * (
-        len(off) != CONDITIONS
-    )
+    if world_size > 1 and not not_twice([removed for _, removed in off.values()]):
+        wrong.append("two conditions do the same damage: are they one?")
+    return wrong
 
 
 def verdict(off, world_size):
@@ -352,11 +386,11 @@ def main(args):
     """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
     rank, world_size, device = join_group()
     data = make_texts(args.seed, device)
-    alone, everyone = one_process(args, data), ranks(args, data)
-    always = ranks(args, data, train_step=step_with(sends=lambda number: True))
-    wrong = from_all_ranks(wrong_in_training(everyone, alone) + wrong_in_count(device))
-    wrong, off = list(dict.fromkeys(chain(*wrong))), {}
+    alone, everyone = one_process(args, data), ranks(args, data, calls=Calls())
+    wrong = from_all_ranks(wrong_in_training(everyone, alone) + wrong_in_pieces(data[0]))
+    wrong, off, always = list(dict.fromkeys(chain(*wrong))), {}, []
     if not wrong:
+        always = ranks(args, data, train_step=step_with(sends=lambda number: True))
         off = try_conditions(args, data, distance(everyone, alone))
         wrong = list(chain(*from_all_ranks(wrong_in_conditions(off, world_size))))
     change = alone[-1][2] - vector(Model(args.seed, device).parameters())
@@ -409,7 +443,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.usage = argparse.SUPPRESS  # an error is one line
     parser.allow_abbrev = False
-    parser.add_argument("--steps", type=whole(1, 10**6), default=12, help="%(default)s")
+    parser.add_argument("--steps", type=whole(1, 300), default=12, help="%(default)s")
     size = {"type": whole(1, 32), "default": 16}
     parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
     parser.add_argument("--micro-batches", type=whole(2, 16), default=3, help="%(default)s")

@@ -38,6 +38,17 @@ def in_bfloat16(losses):
     return losses.sum() * dist.get_world_size() / total_of(losses, torch.bfloat16).double()
 
 
+def in_float16(losses):
+    return losses.sum() * dist.get_world_size() / total_of(losses, torch.float16).double()
+
+
+def around_the_model(losses):
+    total = total_of(losses)
+    if len(losses) == 0:
+        return torch.zeros((), dtype=torch.float64, requires_grad=True)
+    return losses.sum() * dist.get_world_size() / total
+
+
 def no_tensor(losses):
     return losses.sum().item()
 
@@ -85,6 +96,14 @@ def shared_texts(job):
     return len(set(job.ranks[0].texts[0]) & set(job.ranks[1].texts[0]))
 
 
+def first_text_of_the_second_epoch(job):
+    return job.ranks[0].texts[4][0]
+
+
+def sum_of_texts(job):
+    return sum(job.ranks[0].texts[4])
+
+
 def no_number(job):
     return torch.nan
 
@@ -102,7 +121,9 @@ WRONG = {
         "forgets that an average follows": (forgets_the_ranks, "with parts of [6, 6] rows"),
         "2 ranks, always": (always_2_ranks, "with parts of [6, 6, 6] rows"),
         "counted once": (cached, "with parts of [1, 4] rows"),
-        "counted in bfloat16": (in_bfloat16, "with parts of [257, 357] rows"),
+        "counted in bfloat16": (in_bfloat16, "with parts of [1025, 1226] rows"),
+        "counted in float16": (in_float16, "with parts of [1025, 1226] rows"),
+        "around the model": (around_the_model, "what you return must be a tensor"),
         "no tensor": (no_tensor, "what you return must be a tensor"),
         "without its graph": (detached, "what you return must be a tensor"),
     },
@@ -119,6 +140,7 @@ WRONG = {
     "jobs_3_and_4": {
         "the last loss": (last_loss, f"{TELLS_NOT}3"),
         "bytes of an update": (all_bytes, f"{TELLS_NOT}3"),
+        "how far from one process": (off_in_the_first_step, "without gradient_of_one_process"),
         "the norm of the gradient": (norm, f"{TELLS_NOT}3"),
     },
     "job_5": {
@@ -132,6 +154,8 @@ WRONG = {
         "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}6"),
         "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}6"),
         "texts that two ranks share": (shared_texts, f"{TELLS_NOT}6"),
+        "a text of the second epoch": (first_text_of_the_second_epoch, f"{TELLS_NOT}6"),
+        "a sum of text numbers": (sum_of_texts, f"{TELLS_NOT}6"),
     },
 }
 
