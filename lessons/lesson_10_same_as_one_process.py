@@ -93,7 +93,7 @@ class Model(nn.Module):
 
     def __init__(self, seed, device, mask=None):
         super().__init__()
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's; the model is made there
         self.embed = nn.Embedding(8, 5, dtype=torch.float64)
         self.predict = nn.Linear(5, 8, bias=False, dtype=torch.float64)
         self.mask = mask
@@ -204,6 +204,7 @@ def watch(replica, calls):
 
     def before_forward(_, inputs):
         now.extend(numbers_of(inputs[0]))
+        calls.append("forward")
 
     def before_sending(_, bucket):
         sent.append(bucket.buffer().nbytes)
@@ -286,26 +287,29 @@ def removals(rank):
     }
 
 
-def try_conditions(args, data, kept):
-    """Return {condition: [how far off if it is kept, if it is removed]}, the same on all ranks."""
-    rank = dist.get_rank()
-    off, plain = {}, one_process(args, data)
+def keep_apart(args, data, alone, kept):
+    """Return {condition: (how far off if it is kept, one process)}; `kept` is the usual distance.
+
+    Three conditions are kept in a way of their own, or compared with another process.
+    """
     by_row = one_process(args, data, mask=mask_of_text)
-    others = {  # kept in another way, and compared with another process
+    of_seed, by_text = ranks(args, data, seed=dist.get_rank()), ranks(args, data, mask=mask_of_text)
+    return dict.fromkeys(removals(0), (kept, alone)) | {
         "the loss is a sum over rows": (kept, one_process(args, data, loss=contrast_sum)),
-        "the same first weights": (distance(ranks(args, data, seed=rank), plain), plain),
-        "nothing random but by row": (
-            distance(ranks(args, data, mask=mask_of_text), by_row),
-            by_row,
-        ),
+        "the same first weights": (distance(of_seed, alone), alone),
+        "nothing random but by row": (distance(by_text, by_row), by_row),
     }
-    for name, changes in removals(rank).items():
-        its_kept, alone = others.get(name, (kept, plain))
-        off[name] = [its_kept, distance(ranks(args, data, **changes), alone)]
-    return off
 
 
-def wrong_in_training(everyone, alone):
+def remove_each(args, data, kept):
+    """Return {condition: [how far off if it is kept, if it is removed]}."""
+    return {
+        name: [kept[name][0], distance(ranks(args, data, **changes), kept[name][1])]
+        for name, changes in removals(dist.get_rank()).items()
+    }
+
+
+def wrong_in_training(everyone, alone, micro_batches):
     """Return what is wrong with the rows, the gradients and the bytes: a list of sentences."""
     by_step = zip(*everyone, strict=False)
     rows = [sorted(chain(*(step[0] for step in steps))) for steps in by_step]
@@ -317,8 +321,9 @@ def wrong_in_training(everyone, alone):
         f"an update is off by {moved:.2g}": moved < 1e-12,
         "the ranks' parameters differ": distance(everyone, everyone[0]) == 0,
         f"an update does not cost {size} bytes": {s[3] for s in chain(*everyone)} == {size},
-        "an update calls more than count and gradient": all(  # DDP tells its buckets in the first
-            step[4] == ["allreduce_"] * 2 for seen in everyone for step in seen[2:]
+        "an update is not: count, all micro-batches forward, send the gradient": all(
+            step[4] == ["allreduce_", *["forward"] * micro_batches, "allreduce_"]
+            for step in chain(*(seen[2:] for seen in everyone))  # DDP tells its buckets before
         ),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
@@ -362,10 +367,10 @@ def report(numbers, micro_batches):
     print(f"{once} with no_sync, {always} without")
 
 
-def wrong_in_conditions(off, world_size):
-    """Return what is wrong with the conditions, kept and removed: a list of sentences."""
+def wrong_in_removals(off, world_size):
+    """Return what is wrong with the damage of removed conditions: a list of sentences."""
     limit = 1e-6 if world_size > 1 else -1  # one rank has no other to differ from
-    wrong = [f"{name}: off by {kept:.2g}" for name, (kept, _) in off.items() if not kept < 1e-12]
+    wrong = []
     for name, (_, removed) in off.items():
         if not removed > limit:
             wrong.append(f"{name}: if removed, off by {removed:.2g}")
@@ -387,18 +392,22 @@ def main(args):
     rank, world_size, device = join_group()
     data = make_texts(args.seed, device)
     alone, everyone = one_process(args, data), ranks(args, data, calls=Calls())
-    wrong = from_all_ranks(wrong_in_training(everyone, alone) + wrong_in_pieces(data[0]))
+    wrong = from_all_ranks(
+        wrong_in_training(everyone, alone, args.micro_batches) + wrong_in_pieces(data[0])
+    )
     wrong, off, always = list(dict.fromkeys(chain(*wrong))), {}, []
     if not wrong:
+        kept = keep_apart(args, data, alone, distance(everyone, alone))
+        wrong = [f"{name}: off by {gap:.2g}" for name, (gap, _) in kept.items() if not gap < 1e-12]
+    if not wrong:
         always = ranks(args, data, train_step=step_with(sends=lambda number: True))
-        off = try_conditions(args, data, distance(everyone, alone))
-        wrong = list(chain(*from_all_ranks(wrong_in_conditions(off, world_size))))
+        off = remove_each(args, data, kept)
+        wrong = list(chain(*from_all_ranks(wrong_in_removals(off, world_size))))
     change = alone[-1][2] - vector(Model(args.seed, device).parameters())
     numbers = {"lesson": 10, "world_size": world_size, "backend": dist.get_backend()}
     numbers |= {"device": device.type, "rows_per_step": args.batch_size, "off": off}
-    sent = [[step[3] for step in chain(*seen)] for seen in (everyone, always)]
-    numbers["bytes"] = [max(each, default=0) for each in sent]
-    numbers["param_change"] = change.abs().max().item()
+    sent = [[0, *(step[3] for step in chain(*seen))] for seen in (everyone, always)]
+    numbers |= {"bytes": list(map(max, sent)), "param_change": change.abs().max().item()}
     dist.destroy_process_group()
     if rank == 0:
         report(numbers, args.micro_batches)
