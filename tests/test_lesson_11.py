@@ -37,6 +37,19 @@ COPY = "            theirs.data.copy_(ours.data)\n"
 THREADS = '        threads = self.threads * (self.n if name == "more threads" else 1)\n'
 HALF = '        batch = [part[::2] for part in batch] if name == "silent" else batch\n'
 
+RELATIVE = """
+    costs, ones = torch.tensor(costs, dtype=torch.float64), torch.ones(len(times)).double()
+"""
+ABSOLUTE = """
+    costs = torch.tensor([all_reduce_cost(n, size) for n, size, _ in times]).double()
+    ones = torch.tensor([seconds for *_, seconds in times]).double()
+"""
+WRAPPED = "model = DistributedDataParallel(model, process_group=self.alone)"
+WRAPPER = 'parts["wrapper"] = median["wrapped"] - median["silent"]'
+WAITING = 'parts["waiting"] = median["silent"] - parts["computing"]'
+
+SWAPPED = f"{WAITING[:19]}{WRAPPER[19:]}\n    {WRAPPER[:19]}{WAITING[19:]}"
+
 BREAKS = {
     "warm-up counted": (WARM, ""),
     "warm only once": (WARM, WARM.replace("work()", "not mine[name] and work()"), (2,)),
@@ -59,17 +72,37 @@ BREAKS = {
     "no number of ranks is unseen": ("if n < most} or {most}", "} | {most}", (3,)),
     "n - 1 messages": ("return 2 * (n - 1), 2", "return n - 1, 2"),
     "all bytes to each": ("2 * (n - 1) / n * size", "2 * (n - 1) * size", (2,)),
-    "fitted to what it is tested on": (FITTED, "fitted = times[:-1]"),
-    "tested on what it was fitted to": ("[t for t in times if t not in fitted]", "fitted"),
+    "fitted to what it is tested on": (FITTED, "fitted = times[:-1]", (2,)),
+    "tested on what it was fitted to": ("[t for t in times if t not in fitted]", "fitted", (2,)),
     "a price below 0": (" if (link >= 0).all()]", "]", (2,)),
-    "absolute errors": ("[much / seconds for much", "[much for much", (2,)),
-    "more threads are one": ('(self.n if name == "more threads" else 1)', "1"),
+    "absolute errors": (RELATIVE, ABSOLUTE, (2,)),
+    "the wrapper is the bare model": (WRAPPED, "pass", (2,)),
+    "wrapper and waiting are swapped": (f"{WAITING}\n    {WRAPPER}", SWAPPED, (2,)),
+    "sending is timed once": ("take_turns(works, rounds) if", "take_turns(works, 1) if", (2,)),
+    "the fastest is the median": (
+        "return median, low, high",
+        "return min(values), low, high",
+        (2,),
+    ),
+    "other work is not noticed": ("return share, signs", "return share, []", (2,)),
+    "no error where fitted": (
+        "[factors(link, part) for part in (fitted, tested)]",
+        "[[1.0, 1.0], factors(link, tested)]",
+        (2,),
+    ),
+    "a prediction without sending": ('median["wrapped"], sending)', 'median["wrapped"], 0)', (2,)),
+    "the limit is one process": (
+        'statistics.median(row["ms"]["silent"])',
+        'statistics.median(row["ms"]["one process"])',
+        (2,),
+    ),
+    "more threads are one": ('(self.n if name == "more threads" else 1)', "1", (2,)),
     "a mean of the ranks' sums": (DDP, "model = DistributedDataParallel(model)", (2,)),
     "all compute the same rows": ("tensor_split(self.n)[self.rank]", "tensor_split(self.n)[0]"),
     "gradients are not sent": (DDP, DDP + "\n            model.require_backward_grad_sync = False"),
-    "the limit is half the work": (THREADS, HALF + THREADS),
-    "the wrapper sends": ("process_group=self.alone", "process_group=None"),
-    "parameters are not copied": (COPY, "            continue\n", (2,)),
+    "the limit is half the work": (THREADS, HALF + THREADS, (2,)),
+    "the wrapper sends": ("process_group=self.alone", "process_group=None", (2,)),
+    "parameters are not copied": (COPY, "", (2,)),
     "gradients are not added": ("            ours.grad += theirs.grad\n", "", (2,)),
 }
 
@@ -109,6 +142,7 @@ def test_one_rank_and_a_rank_without_rows_pass():
     for nproc, rows in ((1, 5), (3, 2)):
         flags = ("--steps", 1, "--batch-size", rows)
         (code, stdout), *_ = run_warm(lesson.__file__, nproc, *flags)
+        assert (" and test are right" in stdout) == (nproc > 1)
         assert code == 0 and "1 round(s) are too few" in stdout.splitlines()[-1]
 
 

@@ -197,7 +197,7 @@ def test_the_answers_on_cost():
         found.append(best := min(steps, key=steps.get))
         assert f"{best} devices, with a step of {steps[best]:.2f} ms" in three
         if len(found) == 1:
-            near = f"{best - 1} need {steps[best - 1]:.1f} ms, and {best + 1} need "
+            near = f"{best - 1} need {steps[best - 1]:.2f} ms, and {best + 1} need "
             assert f"{near}{steps[best + 1]:.2f} ms" in three
     assert f"{found[0]} devices need {steps[found[0]]:.1f} ms" in three
 

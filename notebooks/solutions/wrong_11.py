@@ -18,6 +18,13 @@ def one_step(work, wait):
     return time.perf_counter() - begin
 
 
+def by_the_time_of_day(work, wait, rounds):
+    work(), wait()
+    begin = time.time()
+    work(), wait()
+    return [time.time() - begin, *(one_step(work, wait) for _ in range(rounds - 1))]
+
+
 def does_not_wait(work, wait, rounds):
     work(), wait()
     return [one_step(work, lambda: None) for _ in range(rounds)]
@@ -134,6 +141,13 @@ def rounds_the_formula(link, compute, size, most):
     return min(most, max(1, round((gain / (2 * link[0])) ** 0.5)))
 
 
+def one_message_less(link, compute, size, most):
+    def seconds(n):
+        return compute / n + (n > 1) * (2 * n - 3) * link[0] + 2 * (n - 1) / n * link[1] * size
+
+    return best(seconds, most)
+
+
 def a_text(link, compute, size, most):
     return "4"
 
@@ -152,11 +166,13 @@ WRONG = {
         "a mean": (a_mean, "no mean, please"),
         "the fastest": (the_fastest, "must return a list of 1 times"),
         "wasteful": (drops_the_first_of_many, "10 steps were made, for 1 times"),
+        "a clock that is set": (by_the_time_of_day, "a time is negative"),
         "the stub of the notebook": (counts_the_warm_up, "the first step"),
     },
     "share_of_limit": {
         "as before": (48 / 72, "the share with 512 rows"),
         "all bars grow": (2.67, "below 1, and it changes"),
+        "nan": (float("nan"), "below 1, and it changes"),
         "the limit": (1.0, "divide the new limit by the new step"),
         "sending is halved": (192 / 204, "its gradient, not its rows"),
     },
@@ -173,6 +189,7 @@ WRONG = {
         "ignores the limit": (always_16, "of 3 workers at most you take 16"),
         "without the last": (without_the_last, "you take 15; more are faster: a link that costs"),
         "2 n messages": (twice_n_messages, "you take 1; more are faster: the latency at which"),
+        "one message less": (one_message_less, "you take 2; fewer are faster: a second worker"),
         "rounds the formula": (rounds_the_formula, "you take 1; more are faster: a formula that"),
         "a text": (a_text, "the answer is str, not a whole number of workers"),
         "None": (nothing, "the answer is NoneType, not a whole number of workers"),
