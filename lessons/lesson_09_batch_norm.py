@@ -12,11 +12,11 @@ Output to expect on a CPU:
 
     2 ranks over gloo on cpu; one channel's mean:
                            used in step 1    kept after the last step
-    one process             0.082             0.085
-    DataParallel            0.118  0.046      0.134
-    DDP                     0.118  0.046      0.134  0.135
-    DDP, buffers not sent   0.118  0.046      0.134  0.049
-    synchronised            0.082  0.082      0.085  0.085
+    one process             0.082             0.076
+    DataParallel            0.118  0.046      0.132
+    DDP                     0.118  0.046      0.132  0.118
+    DDP, buffers not sent   0.118  0.046      0.132  0.035
+    synchronised            0.082  0.082      0.076  0.076
     plain BatchNorm: DDP is DataParallel to ... (in step 1)
     PASS off one process: plain by 0.278, synchronised on 10 + 20 rows by ...
 """
