@@ -4,7 +4,7 @@ BatchNorm normalises with the mean and the variance of the rows that it is given
 its part of the batch, so N ranks use N means; averaging gradients does not mend that. Synchronised
 BatchNorm uses those of all rows: in the forward of each layer, a rank hands 2C + 1 numbers to the
 others (C is the number of channels), and in the backward 2C. The library's, nn.SyncBatchNorm,
-refuses CPUs. This one is written by hand, and compared with one process that has all rows.
+can't train on CPUs. This one is written by hand, and compared with one process that has all rows.
 
 Run it: bash scripts/lesson_09.sh --nproc 2
 
@@ -12,23 +12,23 @@ Output to expect on a CPU:
 
     2 ranks over gloo on cpu; one channel's mean:
                            used in step 1    kept after the last step
-    one process             0.082             0.085
-    DataParallel            0.118  0.046      0.134
-    DDP                     0.118  0.046      0.134  0.135
-    DDP, buffers not sent   0.118  0.046      0.134  0.049
-    synchronised            0.082  0.082      0.085  0.085
+    one process             0.082             0.076
+    DataParallel            0.118  0.046      0.132
+    DDP                     0.118  0.046      0.132  0.118
+    DDP, buffers not sent   0.118  0.046      0.132  0.035
+    synchronised            0.082  0.082      0.076  0.076
     plain BatchNorm: DDP is DataParallel to ... (in step 1)
     PASS off one process: plain by 0.278, synchronised on 10 + 20 rows by ...
 """
 
 import argparse
 import functools
+import io
 import json
 import math
 import os
 import sys
 from datetime import timedelta
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # --- The technique ---
 
@@ -191,7 +193,7 @@ def state_of(model):
 
 
 def mean_used(rows, outputs):
-    """Return the mean (C,) with which a new BatchNorm made `outputs` of `rows` (n, C), n > 1.
+    """Return the mean (C,) with which `rows` (n, C) were normalised to `outputs`, n > 1.
 
     Solved from outputs = (rows - mean) / scale, at the smallest and the largest row.
     """
@@ -199,91 +201,122 @@ def mean_used(rows, outputs):
     return low - (high - low) / (high_output - low_output) * low_output
 
 
+class Messages(TorchDispatchMode):
+    """Writes down the collectives of this rank: type and count of the numbers it hands in."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "c10d" in function.namespace:  # PyTorch's collectives
+            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self.calls.append((first.dtype, first.numel()))
+        return function(*args, **(kwargs or {}))
+
+
 class Witness:
     """Sees from outside what a model's BatchNorm does, and what the model is after each update."""
 
     def __init__(self, model):
-        self.model, self.layer, self.outputs = model, [], []
-        self.used, self.steps = [], []  # means of step 1; outputs, gradient and state of each step
-        model[1].register_forward_hook(lambda _, rows, outputs: self.layer.append((*rows, outputs)))
+        self.model, self.layer, self.outputs, self.messages = model, [], [], Messages()
+        # Of each step: means of one channel; collectives; and outputs, gradient and state.
+        self.used, self.sent, self.steps = [], [], []
+        model[1].register_forward_hook(self.after_layer)
         model.register_forward_hook(lambda _, rows, outputs: self.outputs.append(outputs))
+
+    def after_layer(self, layer, rows, outputs):
+        normalised = (outputs - layer.bias) / layer.weight
+        self.layer.append((rows[0].detach(), normalised.detach()))
 
     def after_update(self, *_):
         gradient = flat(parameter.grad for parameter in self.model.parameters())
         outputs = torch.cat(self.outputs).detach().cpu()
-        if not self.steps:
-            pairs = [(rows.detach(), outputs.detach()) for rows, outputs in self.layer]
-            self.used = [mean_used(*one)[0].item() if len(one[0]) > 1 else None for one in pairs]
+        used = [mean_used(*one)[0].item() if len(one[0]) > 1 else None for one in self.layer]
+        self.used.append(used)
+        self.sent.append(self.messages.calls[:])
         self.steps.append((outputs, gradient, state_of(self.model)))
-        self.layer.clear(), self.outputs.clear()
+        self.layer.clear(), self.outputs.clear(), self.messages.calls.clear()
 
     def see(self, training, *args):
         """Call training(*args); return what this rank has seen of it, a dictionary."""
         handle = register_optimizer_step_post_hook(self.after_update)
-        training(*args)
+        with self.messages:
+            training(*args)
         handle.remove()
-        return {"used": self.used, "steps": self.steps, "state": state_of(self.model)}
+        seen = {"used": self.used, "sent": self.sent, "steps": self.steps}
+        return seen | {"state": state_of(self.model)}
 
 
-def from_all_ranks(value):
-    """Return what all ranks hand in, a list, the same on every rank."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+def to_rank_0(value):
+    """Return on rank 0 what all ranks hand in, a list; elsewhere, None."""
+    everyone, buffer = [None] * dist.get_world_size(), io.BytesIO()
+    torch.save(value, buffer)  # all at once: pickle would save tensor by tensor, which takes longer
+    if dist.get_rank() > 0:
+        return dist.gather_object(buffer.getvalue())
+    dist.gather_object(buffer.getvalue(), everyone)
+    return [torch.load(io.BytesIO(one), weights_only=False) for one in everyone]
 
 
 def cut_batches(args, world_size, device):
-    """Return the whole batches; what a rank takes if parts are equal; and what, if they are not.
-
-    Unequal ones have 1, 2, 3 ... shares of a batch; so with 8 ranks, the first one has no row.
-    """
-    share = args.batch_size // world_size
+    """Return the whole batches, rows and targets. Every second one is a row per rank smaller."""
+    share, batches = args.batch_size // world_size, []
+    size, smaller = world_size * share, world_size * max(2, share - 1)
     rows, targets, _ = make_toy(args.seed)
-    size, shares = share * world_size, range(world_size + 1)
-    rows, targets = (tensor.to(device).split(size) for tensor in (rows, targets))
-    full = list(zip(rows, targets, strict=True))[: 100 // size]
-    even = [share * number for number in shares]
-    uneven = [share * number * (number + 1) // (world_size + 1) for number in shares]
-    return [full[step % len(full)] for step in range(args.steps)], even, uneven
+    for step in range(args.steps):
+        begin = step % (100 // size) * size
+        both = (tensor[begin:][: smaller if step % 2 else size] for tensor in (rows, targets))
+        batches.append(tuple(tensor.to(device) for tensor in both))
+    return batches
 
 
-def part_of(batches, borders, rank):
-    """Return the rows of this rank in each batch."""
-    mine = slice(*borders[rank : rank + 2])
-    return [(rows[mine], targets[mine]) for rows, targets in batches]
+def part_of(batches, rank, world_size, even):
+    """Return the rows of this rank in each batch: of equal parts, or of different ones.
+
+    Those are 1, 2, 3 ... shares of a batch; so with 8 ranks, the first one has no row.
+    """
+    parts = []
+    for rows, targets in batches:
+        share, ends = len(rows) // world_size, (rank, rank + 1)
+        begin, end = (share * n if even else share * n * (n + 1) // (world_size + 1) for n in ends)
+        parts.append((rows[begin:end], targets[begin:end]))
+    return parts
 
 
 def see_plain(way, args, place):
-    """Train with plain BatchNorm in one of four ways; return what was seen, rank by rank."""
+    """Train with plain BatchNorm in one of four ways; return what this rank has seen."""
     rank, world_size, device = place
-    batches, even, _ = cut_batches(args, world_size, device)
+    batches = cut_batches(args, world_size, device)
     model = make_model(nn.BatchNorm1d, args.seed).to(device)
     witness = Witness(model)
     if way == "one process":
-        return [witness.see(train_alone, model, model, batches)]
+        return witness.see(train_alone, model, model, batches)
     if way == "DataParallel":
         forward = functools.partial(data_parallel, model, replicas=world_size)
-        return [witness.see(train_alone, forward, model, batches)]
+        return witness.see(train_alone, forward, model, batches)
     replica = DistributedDataParallel(model, forward_sync_buffers=way == "DDP")
-    return from_all_ranks(witness.see(train_alone, replica, model, part_of(batches, even, rank)))
+    mine = part_of(batches, rank, world_size, even=True)
+    return witness.see(train_alone, replica, model, mine)
 
 
 def see_synchronised(args, place, norm):
-    """Train by `train`, on parts of different sizes; return what was seen, rank by rank.
+    """Train by `train`, on parts of different sizes; return what this rank has seen.
 
     The models start apart, which DDP has to mend.
     """
     rank, world_size, device = place
-    batches, _, uneven = cut_batches(args, world_size, device)
+    batches = cut_batches(args, world_size, device)
     model = make_model(norm, args.seed).to(device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor += rank
-    seen = Witness(model).see(train, model, part_of(batches, uneven, rank))
+    seen = Witness(model).see(train, model, part_of(batches, rank, world_size, even=False))
     rows = make_toy(args.seed)[0].to(device)
-    seen["evaluated"] = model.eval()(rows).detach().cpu()
+    with Messages() as messages:
+        seen["evaluated"] = model.eval()(rows).detach().cpu()
+    seen["sent in evaluation"] = messages.calls
     seen["after"] = state_of(model)
-    return from_all_ranks(seen)
+    return seen
 
 
 def apart(one, other):
@@ -304,7 +337,7 @@ def off_one_process(everyone, args, world_size):
 
     It does each step from where the ranks were before it. Then it evaluates 100 rows.
     """
-    batches, *_ = cut_batches(args, world_size, "cpu")
+    batches = cut_batches(args, world_size, "cpu")
     model, off = make_model(nn.BatchNorm1d, args.seed), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = [seen["steps"] for seen in everyone]
@@ -336,10 +369,11 @@ def step_1_apart(everyone, one):
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CASES = {
     "no row on rank 0": ({}, (4,), F64, 1, 0, 1e-10),
-    "images": ({}, (4, 3, 2), F64, 1, 20, 1e-10),
+    "images (n, C, h, w)": ({}, (4, 3, 2), F64, 1, 20, 1e-10),
+    "signals (n, C, length)": ({}, (4, 3), F64, 1, 20, 1e-10),
     "eps=0.1, momentum=0.3": ({"eps": 0.1, "momentum": 0.3}, (4,), F64, 1, 3, 1e-10),
     "momentum=None": ({"momentum": None}, (4,), F64, 1, 3, 1e-10),
-    "affine=False": ({"affine": False}, (4,), F64, 1, 3, 1e-10),
+    "one row on rank 0, affine=False": ({"affine": False}, (4,), F64, 1, 1, 1e-10),
     "bias=False": ({"bias": False}, (4,), F64, 1, 3, 1e-10),
     "track_running_stats=False": ({"track_running_stats": False}, (4,), F64, 1, 3, 1e-10),
     "float32, large means": ({}, (4,), F32, 1000, 9, 2e-3),
@@ -359,7 +393,11 @@ def use(layer, batches, weights, later):
     outputs.backward(weights)
     seen = {"outputs": outputs.detach(), "gradient of the inputs": inputs.grad}
     seen["gradient of the parameters"] = flat(parameter.grad for parameter in layer.parameters())
-    seen["evaluation"] = layer.eval()(later).detach()
+    later = later.clone().requires_grad_()
+    evaluation = layer.eval()(later)
+    if evaluation.requires_grad:
+        evaluation.backward(later.detach())
+    seen |= {"evaluation": evaluation.detach(), "gradient in evaluation": flat([later.grad])}
     seen["running statistics"] = flat(layer.buffers())
     return {name: tensor.cpu() for name, tensor in seen.items()}
 
@@ -388,7 +426,7 @@ def wrong_in_case(name, everyone):
     """Return how the ranks differ from BatchNorm in one process in this case: a list."""
     options, shape, dtype, *_, tolerance = CASES[name]
     one, two, later, weights = make_case(name, len(everyone))[0].double()
-    kind = nn.BatchNorm1d if len(shape) == 1 else nn.BatchNorm2d
+    kind = nn.BatchNorm1d if len(shape) < 3 else nn.BatchNorm2d
     right = use(kind(4, **options).double(), (one, two), weights, later)
     found = {seen["outputs"].dtype for seen in everyone}
     wrong = [] if found == {dtype} else [f"{name}: the outputs are in {found.pop()}"]
@@ -417,7 +455,8 @@ def facts_of(found, args, world_size):
         "parts": [len(seen["steps"][0][0]) for seen in found["synchronised"] if seen["steps"]],
         # Of the first channel: means used in step 1; running means and variances at the end.
         "used": {
-            way: [m for seen in theirs for m in seen["used"]] for way, theirs in found.items()
+            way: [mean for seen in theirs for means in seen["used"][:1] for mean in means]
+            for way, theirs in found.items()
         },
         "kept": {way: [s["1.running_mean"][0].item() for s in kept[way]] for way in found},
         "kept_variance": {way: [s["1.running_var"][0].item() for s in kept[way]] for way in found},
@@ -426,6 +465,37 @@ def facts_of(found, args, world_size):
         "sync_diff": max_of(off),
         "param_change": max_of(moved),
     }
+
+
+def kept_by_hand(way, everyone):
+    """Return what each rank should keep of one channel's mean, from those that it used."""
+    kept = [0.0] * len(everyone)
+    for used in zip(*(seen["used"] for seen in everyone), strict=False):
+        if way == "DDP":
+            kept = kept[:1] * len(kept)  # before the forward, rank 0's are sent to all
+        kept = [0.9 * old + 0.1 * means[0] for old, means in zip(kept, used, strict=True)]
+    return kept
+
+
+def not_whole(calls):
+    """Return how many numbers each collective had. DDP's whole numbers, its own, are left out."""
+    return [count for dtype, count in calls if dtype not in (torch.int32, torch.int64)]
+
+
+def wrong_in_sent(everyone):
+    """Return what is wrong with what the ranks hand in, as one sentence in a list, or none."""
+    model = make_model(nn.BatchNorm1d, 0)
+    channels, parameters = 8, flat(model.parameters()).numel()
+    usual = [2 * channels + 1, 2 * channels, parameters]  # the layer's two; and gradients, by DDP
+    wrapping = [parameters + 2 * channels]  # once, DDP sends parameters and running statistics
+    for seen in everyone:
+        for step, calls in enumerate(seen["sent"]):
+            wanted = usual if step else wrapping + usual
+            if not_whole(calls) != wanted:
+                return [f"in step {step + 1}, a rank hands in {not_whole(calls)}, not {wanted}"]
+        if seen["sent in evaluation"]:
+            return [f"{len(seen['sent in evaluation'])} collectives in evaluation"]
+    return []
 
 
 def wrong_in_facts(facts, found, steps):
@@ -439,22 +509,38 @@ def wrong_in_facts(facts, found, steps):
         "plain BatchNorm does not differ": plain > 1e-3 or (world_size == 1 and plain < 1e-10),
         "nothing has been trained": 0.0 < facts["param_change"] < math.inf,
     }
+    for way in [*found][:4]:
+        pairs = zip(facts["kept"][way], kept_by_hand(way, found[way]), strict=True)
+        off = max_of([abs(kept - wanted) for kept, wanted in pairs])
+        rules[f"{way}: kept means off those used by {off:.2g}"] = off < 1e-10
     return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def examine(everyone, args):
+    """Return what was measured, and what is wrong, from what each rank has seen, in rank order."""
+    ways = [name for name in everyone[0] if name not in CASES]
+    found = {way: [theirs[way] for theirs in everyone if way in theirs] for way in ways}
+    facts = facts_of(found, args, len(everyone))
+    wrong = wrong_in_facts(facts, found, args.steps) + wrong_in_sent(found["synchronised"])
+    for name in CASES:
+        wrong += wrong_in_case(name, [theirs[name] for theirs in everyone])
+    return facts, wrong
 
 
 def main(args):
     """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
     rank, world_size, device = place = join_group()
-    ways = ("one process", "DataParallel", "DDP", "DDP, buffers not sent")
-    found = {way: see_plain(way, args, place) for way in ways}
-    found["synchronised"] = see_synchronised(args, place, SynchronisedBatchNorm)
-    if device.type == "cuda":  # it refuses CPUs
-        found["nn.SyncBatchNorm"] = see_synchronised(args, place, nn.SyncBatchNorm)
-    cases = {name: see_case(place, name, SynchronisedBatchNorm) for name in CASES}
-    cases = from_all_ranks(cases)
-    wrong = [wrong_in_case(name, [theirs[name] for theirs in cases]) for name in CASES]
-    facts = facts_of(found, args, world_size)
-    wrong = [*wrong_in_facts(facts, found, args.steps), *chain(*wrong)]
+    alone = ("one process", "DataParallel") if rank == 0 else ()  # they need no ranks
+    seen = {way: see_plain(way, args, place) for way in alone}
+    seen |= {way: see_plain(way, args, place) for way in ("DDP", "DDP, buffers not sent")}
+    seen["synchronised"] = see_synchronised(args, place, SynchronisedBatchNorm)
+    if device.type == "cuda":  # it can't train on CPUs
+        seen["nn.SyncBatchNorm"] = see_synchronised(args, place, nn.SyncBatchNorm)
+    seen |= {name: see_case(place, name, SynchronisedBatchNorm) for name in CASES}
+    everyone = to_rank_0(seen)
+    verdict = [examine(everyone, args) if rank == 0 else None]
+    dist.broadcast_object_list(verdict)
+    facts, wrong = verdict[0]
     numbers = {"lesson": 9, "world_size": world_size, "backend": dist.get_backend()}
     numbers |= {"device": device.type} | facts
     dist.destroy_process_group()

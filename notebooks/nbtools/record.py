@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """One collective, and the first tensor that was given to it."""
+    """One collective, and the first tensor that a rank handed over."""
 
     name: str
     kind: str
@@ -34,9 +34,7 @@ class Wire:
     """Writes down every collective inside `with Wire() as wire`: `wire.calls`, a list of Call.
 
     A call has the collective's name, and the type, the count of numbers and the bytes of the first
-    tensor that is given to it. For a broadcast and an all-reduce that is what a rank hands over
-    (for all_gather_into_tensor and reduce_scatter_tensor it is the output). It is not what a cable
-    carries.
+    tensor that a rank hands over. It is not what a cable carries.
     """
 
     def __init__(self):
@@ -47,8 +45,9 @@ class Wire:
 
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
-                # PyTorch's libraries of collectives; the second one calls its waiting an operation.
-                if "c10d" in function.namespace and "wait_tensor" not in function._schema.name:
+                # PyTorch's libraries of collectives; the second one has waiting and wrapping, too.
+                helps = "wait_tensor" in str(function) or "_wrap_tensor" in str(function)
+                if "c10d" in function.namespace and not helps:
                     self.calls.append(_call(function, args))
                 return function(*args, **(kwargs or {}))
 
@@ -65,7 +64,10 @@ def _call(function, args):
     import torch
     from torch.utils._pytree import tree_leaves
 
-    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    names = [argument.name for argument in function._schema.arguments]
+    given = [one for one, name in zip(args, names, strict=False) if name.startswith("input")]
+    leaves = tree_leaves([given, args])  # what goes in, if it has a name of its own
+    first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     name = function._schema.name.split("::")[-1].rstrip("_")
     kind = str(first.dtype).removeprefix("torch.")
     return Call(name, kind, first.numel(), first.nbytes)

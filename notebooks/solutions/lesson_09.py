@@ -45,10 +45,10 @@ def statistics_of_all_images(rank, world_size, images):
     return mean, (squares + counts * (means - mean).square()).sum(0) / count
 
 
-# Name: (images on rank 0, means of the channels, type, height and width, tolerance).
+# Name: (images on rank 0, mean of each channel, type, height and width, tolerance).
 CASES = {
     "parts of different sizes": (2, (0, 1, 2), torch.float64, (4, 2), 1e-10),
-    "no image on rank 0": (0, (0, 1, 2), torch.float64, (3, 5), 1e-10),
+    "no image on rank 0": (0, (0, 1, 2, 3, 4), torch.float64, (3, 5), 1e-10),
     "no image on the last rank": (-1, (0, 1, 2), torch.float64, (3, 5), 1e-10),
     "float32, and channel means of 0, 3,000 and -7,000": (
         2,
@@ -68,25 +68,31 @@ CASES = {
 
 
 def make_parts(nproc, first, means, dtype, size):
-    """Return `nproc` parts (n, 3, *size) of a batch: `first` images on rank 0, then 3, 5, 7 ..."""
+    """Return `nproc` parts (n, C, *size) of a batch: `first` images on rank 0, then 3, 5, 7 ..."""
     generator = torch.Generator().manual_seed(9)
     sizes = [first] + [2 * rank + 1 for rank in range(1, nproc)]
     if first < 0:
         sizes = [*range(2, nproc + 1), 0]
-    images = torch.randn(sum(sizes), 3, *size, generator=generator, dtype=torch.float64)
-    images *= torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    channels = len(means)
+    images = torch.randn(sum(sizes), channels, *size, generator=generator, dtype=torch.float64)
+    images *= torch.arange(1, channels + 1).view(-1, 1, 1)
     images += torch.arange(len(images)).view(-1, 1, 1, 1) / len(images)  # the parts' means differ
-    images += torch.tensor(means, dtype=torch.float64).view(3, 1, 1)
+    images += torch.tensor(means, dtype=torch.float64).view(-1, 1, 1)
     return list(images.to(dtype).split(sizes))
 
 
 def examine_images(rank, world_size, attempt, batches):
-    """Call the attempt for this rank's part of each batch; return answers, and bytes handed in."""
+    """Call the attempt for this rank's part of each batch.
+
+    Return for each its answer, how many numbers were handed in, and whether the images are changed.
+    """
     found = []
     for parts in batches:
+        images = parts[rank].clone()
         with Wire() as wire:
-            answer = attempt(rank, world_size, parts[rank].clone())
-        found.append((answer, sum(call.nbytes for call in wire.calls)))
+            answer = attempt(rank, world_size, images)
+        sent = sum(call.numbers for call in wire.calls)
+        found.append((answer, sent, not torch.equal(images, parts[rank])))
     return found
 
 
@@ -98,18 +104,23 @@ def check_statistics_of_all_images(attempt):
             found = run(examine_images, nproc, attempt, batches, deadline=60)
         except RankFailed as error:
             return f"on {nproc} ranks: {error}"
+        problems = []
         for number, name in enumerate(CASES):
             for rank, answers in enumerate(found):
-                answer, _ = answers[number]
-                problem = wrong_in_statistics(answer, batches[number], CASES[name][-1])
+                problem = wrong_in_statistics(answers[number][0], batches[number], CASES[name][-1])
                 if problem:
                     return f"with {name}, on {nproc} ranks, rank {rank} {problem}"
-        sizes = [parts[0].element_size() for parts in batches]
-        sent = [sent for answers in found for _, sent in answers]
-        most = max(one / size for one, size in zip(sent, sizes * nproc, strict=True))
-        if most > 7:
-            return f"a rank hands in as many bytes as {most:.0f} numbers have; 7 numbers are enough"
+                problems.append(waste_or_damage(*answers[number][1:], 2 * len(CASES[name][1]) + 1))
+        if any(problems):
+            return f"on {nproc} ranks, a rank {next(filter(None, problems))}"
     return None
+
+
+def waste_or_damage(sent, changed, enough):
+    """Return what is wrong with a rank whose answer is right, or None."""
+    if sent > enough:
+        return f"hands in {sent} numbers; {enough} numbers are enough"
+    return "changes its images, which others may need" if changed else None
 
 
 def wrong_in_statistics(answer, parts, tolerance):
@@ -119,8 +130,8 @@ def wrong_in_statistics(answer, parts, tolerance):
     whole = torch.cat(parts).double().transpose(0, 1).flatten(1)
     wanted = {"mean": whole.mean(1), "variance": whole.var(1, correction=0)}
     for ours, (name, right) in zip(answer, wanted.items(), strict=True):
-        if not isinstance(ours, torch.Tensor) or ours.shape != (3,):
-            return f"has a {name} that is not a tensor of 3 numbers"
+        if not isinstance(ours, torch.Tensor) or ours.shape != right.shape:
+            return f"has a {name} that is not a tensor of {len(right)} numbers"
         if ours.dtype != parts[0].dtype:
             return f"has a {name} in {ours.dtype}, and images in {parts[0].dtype}"
         off = ((ours - right).abs() / right.abs().clamp(min=1)).max().item()
@@ -141,7 +152,7 @@ def gradient_of_the_rows(rank, world_size, gradient, normalised, scale, count):
 
 
 def examine_gradient(rank, world_size, attempt, sizes_by_case):
-    """Return for each case how far the answer is from one process's, bytes, and damage."""
+    """Return for each case how far the answer is from one process's, what is sent, and damage."""
     found = []
     for sizes in sizes_by_case:
         rows, gradient = torch.randn(
@@ -153,12 +164,13 @@ def examine_gradient(rank, world_size, attempt, sizes_by_case):
         (right,) = torch.autograd.grad(outputs, inputs, gradient)
         scale = (inputs.detach().var(0, correction=0) + layer.eps).rsqrt()
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        given = gradient[mine].clone(), outputs.detach()[mine].clone(), scale
+        kept = gradient[mine], outputs.detach()[mine], scale
+        given = [tensor.clone() for tensor in kept]
         with Wire() as wire:
             answer = attempt(rank, world_size, *given, sum(sizes))
-        damage = (given[0] - gradient[mine]).any() or (given[1] - outputs[mine]).any()
-        sent = sum(call.nbytes for call in wire.calls)
-        found.append((compare(answer, right[mine]), sent, bool(damage)))
+        damage = not all(map(torch.equal, given, kept))
+        sent = [call.numbers for call in wire.calls]
+        found.append((compare(answer, right[mine]), sent, damage))
     return found
 
 
@@ -185,10 +197,13 @@ def check_gradient_of_the_rows(attempt):
                 place = f"with {parts} rows, rank {rank}"
                 if isinstance(off, str):
                     return f"{place} {off}"
+                calls = [len(theirs[number][1]) for theirs in found]
+                if len(set(calls)) > 1:
+                    return f"with {parts} rows, the ranks call {calls} collectives: all or none"
                 if not off < 1e-10:
                     return f"{place} is off by {off:.2g} in all: whose loss depends on its rows?"
-                if sent > 64:
-                    return f"{place} hands in {sent} bytes; for 4 channels 64 are enough"
+                if sum(sent) > 8:
+                    return f"{place} hands in {sum(sent)} numbers; for 4 channels 8 are enough"
                 if damage:
                     return f"{place} changes what it was given, and autograd may still need it"
     return None
@@ -206,7 +221,7 @@ def check_forwards_that_send(guess):
     if guess == 10:
         return "not each forward: what does the forward before leave behind?"
     if guess == 6:
-        return "it does not depend on what a forward is itself, but on the one before it"
+        return "ask what the forward before left behind; and before the first, the memory is true"
     return "write a list of the ten, and ask for each: had the one before it gradients?"
 
 

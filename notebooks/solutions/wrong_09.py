@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from solutions.lesson_09 import gradient_of_the_rows, statistics_of_all_images
+from torch.distributed._functional_collectives import all_reduce
 
 # --- Task 2 ---
 
@@ -38,7 +39,8 @@ def mean_of_variances(rank, world_size, images):
     squares = (values - values.sum(1, True) / max(values.shape[1], 1)).square().sum(1)
     sums = torch.cat([values.sum(1), squares, values.new_tensor([values.shape[1]])])
     dist.all_reduce(sums)
-    return sums[:3] / sums[6], sums[3:6] / sums[6]
+    mean, squares = sums[:-1].chunk(2)
+    return mean / sums[-1], squares / sums[-1]
 
 
 def one_pass(rank, world_size, images, shift=0.0):
@@ -46,8 +48,8 @@ def one_pass(rank, world_size, images, shift=0.0):
     count = values.new_tensor([values.shape[1]])
     sums = torch.cat([values.sum(1), values.square().sum(1), count])
     dist.all_reduce(sums)
-    mean = sums[:3] / sums[6]
-    return mean + shift, sums[3:6] / sums[6] - mean**2
+    mean, squares = (sums[:-1] / sums[-1]).chunk(2)
+    return mean + shift, squares - mean**2
 
 
 def shifted_by_channel_0(rank, world_size, images):
@@ -75,6 +77,34 @@ def counts_images(rank, world_size, images):
     return mean * pixels, variance * pixels
 
 
+def changes_the_images(rank, world_size, images):
+    answer = statistics_of_all_images(rank, world_size, images)
+    images.zero_()
+    return answer
+
+
+def three_channels(rank, world_size, images):
+    values = images.transpose(0, 1).reshape(3, -1)
+    return statistics_of_all_images(rank, world_size, values.T[:, :, None, None])
+
+
+def into_one_tensor(rank, world_size, images):
+    """The same numbers by all_gather_single, and the count as a whole number."""
+    values = by_channel(images)
+    mean = values.sum(1) / max(values.shape[1], 1)
+    own = torch.cat([mean, (values - mean[:, None]).square().sum(1)])
+    everyone, counts = (
+        own.new_empty(world_size, len(own)),
+        [torch.tensor(0) for _ in range(world_size)],
+    )
+    dist.all_gather_single(everyone.view(-1), own)
+    dist.all_gather(counts, torch.tensor(values.shape[1]))
+    counts = torch.stack(counts)[:, None]
+    means, squares = everyone.chunk(2, dim=1)
+    mean = (counts * means).sum(0) / counts.sum()
+    return mean, (squares + counts * (means - mean).square()).sum(0) / counts.sum()
+
+
 def unbiased(rank, world_size, images):
     mean, variance = statistics_of_all_images(rank, world_size, images)
     count = torch.tensor(by_channel(images).shape[1])
@@ -92,7 +122,7 @@ def one_tensor(rank, world_size, images):
 
 def in_the_shape_of_images(rank, world_size, images):
     mean, variance = statistics_of_all_images(rank, world_size, images)
-    return mean.view(1, 3, 1, 1), variance
+    return mean.view(1, -1, 1, 1), variance
 
 
 def first_two_ranks(rank, world_size, images):
@@ -150,11 +180,32 @@ def in_place(rank, world_size, gradient, normalised, scale, count):
     return gradient.sub_(sums[0]).sub_(normalised * sums[1]).mul_(scale)
 
 
+def divides_the_scale(rank, world_size, gradient, normalised, scale, count):
+    sums = torch.stack([gradient.sum(0), (gradient * normalised).sum(0)])
+    dist.all_reduce(sums)
+    return scale.div_(count) * (count * gradient - sums[0] - normalised * sums[1])
+
+
+def skips_empty_parts(rank, world_size, gradient, normalised, scale, count):
+    if len(gradient) == 0:
+        return gradient
+    return gradient_of_the_rows(rank, world_size, gradient, normalised, scale, count)
+
+
+def by_functional_collectives(rank, world_size, gradient, normalised, scale, count):
+    sums = torch.stack([gradient.sum(0), (gradient * normalised).sum(0)])
+    means = all_reduce(sums, "sum", dist.group.WORLD) / count
+    return scale * (gradient - means[0] - normalised * means[1])
+
+
 def for_all_rows(rank, world_size, gradient, normalised, scale, count):
     return gradient_of_the_rows(rank, world_size, gradient, normalised, scale, count).sum(0)
 
 
-RIGHT = {"statistics_of_all_images": [two_sums]}
+RIGHT = {
+    "statistics_of_all_images": [two_sums, into_one_tensor],
+    "gradient_of_the_rows": [by_functional_collectives],
+}
 
 MEAN = "with parts of different sizes, on 2 ranks, rank 0 has a mean that is off by"
 VARIANCE = "with parts of different sizes, on 2 ranks, rank 0 has a variance that is off"
@@ -177,6 +228,8 @@ WRONG = {
         "one pass, shifted by channel 0's mean": (shifted_by_channel_0, CHANNELS),
         "one pass in float64, and back": (one_pass_in_float64_and_back, FAR),
         "sends the images": (sends_the_images, "7 numbers are enough"),
+        "changes the images": (changes_the_images, "changes its images"),
+        "three channels": (three_channels, "with no image on rank 0"),
         "counts images, not pixels": (counts_images, MEAN),
         "the unbiased variance": (unbiased, VARIANCE),
         "in float64": (in_float64, "has a mean in torch.float64, and images in torch.float32"),
@@ -191,13 +244,15 @@ WRONG = {
         "sums of its own rows": (own_sums, ROWS),
         "the mean of the means": (mean_of_means_of_gradients, ROWS),
         "reduces the result": (reduces_the_gradient, ROWS),
-        "sends all gradients": (sends_gradients, "for 4 channels 64 are enough"),
+        "sends all gradients": (sends_gradients, "for 4 channels 8 are enough"),
         "in place": (in_place, "changes what it was given"),
+        "in place, the scale": (divides_the_scale, "changes what it was given"),
+        "an empty part sends nothing": (skips_empty_parts, "call [0, 1] collectives"),
         "one gradient for all rows": (for_all_rows, "returned [4] numbers for [3, 4]"),
     },
     "forwards_that_send": {
         "all": (10, "the forward before leave behind"),
-        "those in training": (6, "on the one before it"),
+        "those in training": (6, "before the first, the memory is true"),
         "another": (8, "write a list"),
     },
 }
