@@ -368,10 +368,10 @@ def check_job_6(number_of):
 TASKS = {
     "weight_on_rank_0": (check_weight_on_rank_0, weight_on_rank_0),
     "loss_for_backward": (check_loss_for_backward, loss_for_backward),
-    "jobs_1_and_2": (check_jobs_1_and_2, off_from_one_process),
-    "jobs_3_and_4": (check_jobs_3_and_4, ranks_apart),
-    "job_5": (check_job_5, equal_masks),
-    "job_6": (check_job_6, equal_orders),
+    "number_for_1_and_2": (check_jobs_1_and_2, off_from_one_process),
+    "number_for_3_and_4": (check_jobs_3_and_4, ranks_apart),
+    "number_for_5": (check_job_5, equal_masks),
+    "number_for_6": (check_job_6, equal_orders),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -384,19 +384,19 @@ HINTS = {
         "What must be the weight of each row, before DDP divides by the number of ranks? Ask what "
         "the ranks must tell each other for it, and what a sum does on a rank without rows."
     ),
-    "jobs_1_and_2": (
+    "number_for_1_and_2": (
         "The name of this lesson is the number that you need: how far from what? One update is "
         "enough, the first."
     ),
-    "jobs_3_and_4": (
+    "number_for_3_and_4": (
         "Which micro-batches has nobody averaged? Then each rank makes its update with another "
         "gradient. What is no longer equal afterwards?"
     ),
-    "job_5": (
+    "number_for_5": (
         "The gradients are averaged, and the ranks agree. Ask whether they agree in something in "
         "which they should not."
     ),
-    "job_6": (
+    "number_for_6": (
         "Each update is right by itself. Compare what one rank does in the second epoch with what "
         "it did in the first."
     ),

@@ -127,7 +127,7 @@ WRONG = {
         "no tensor": (no_tensor, "what you return must be a tensor"),
         "without its graph": (detached, "what you return must be a tensor"),
     },
-    "jobs_1_and_2": {
+    "number_for_1_and_2": {
         "always the same": (constant, f"{TELLS_NOT}1"),
         "the last loss": (last_loss, f"{TELLS_NOT}1"),
         "how far the loss has fallen": (fallen, f"{TELLS_NOT}1"),
@@ -137,19 +137,19 @@ WRONG = {
         "bytes": (all_bytes, f"{TELLS_NOT}1"),
         "no number": (no_number, "which is no number"),
     },
-    "jobs_3_and_4": {
+    "number_for_3_and_4": {
         "the last loss": (last_loss, f"{TELLS_NOT}3"),
         "bytes of an update": (all_bytes, f"{TELLS_NOT}3"),
         "how far from one process": (off_in_the_first_step, "without gradient_of_one_process"),
         "the norm of the gradient": (norm, f"{TELLS_NOT}3"),
     },
-    "job_5": {
+    "number_for_5": {
         "the last loss": (last_loss, f"{TELLS_NOT}5"),
         "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}5"),
         "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}5"),
         "the norm of the gradient": (norm, f"{TELLS_NOT}5"),
     },
-    "job_6": {
+    "number_for_6": {
         "the last loss": (last_loss, f"{TELLS_NOT}6"),
         "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}6"),
         "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}6"),
@@ -175,4 +175,4 @@ def who_sends(job):
     return job.ranks[0].sent[0].index(max(job.ranks[0].sent[0]))
 
 
-RIGHT = {"loss_for_backward": [mean_with_weight], "jobs_3_and_4": [apart, who_sends]}
+RIGHT = {"loss_for_backward": [mean_with_weight], "number_for_3_and_4": [apart, who_sends]}
