@@ -49,9 +49,9 @@ def make_body(count):
 
     def body(copies, rows, number):
         gate.wait(3)
-        time.sleep(0.1 / (1 + float(number.min())))
         copies["w"].set_value(copies["w"].detach() + 1)
         gate.wait(3)
+        time.sleep(0.4 / (1 + float(number.min())))
         return (rows @ copies["w"]) ** 2 + copies["b"] * number
 
     return body
