@@ -312,7 +312,7 @@ def see_synchronised(args, place, norm):
             tensor += rank
     seen = Witness(model).see(train, model, part_of(batches, rank, world_size, even=False))
     rows = make_toy(args.seed)[0].to(device)
-    with Messages() as messages:
+    with Messages() as messages, torch.no_grad():
         seen["evaluated"] = model.eval()(rows).detach().cpu()
     seen["sent in evaluation"] = messages.calls
     seen["after"] = state_of(model)
