@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -270,9 +271,16 @@ def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, words)
     assert stop.value.code == 2 and words in stderr and len(stderr.splitlines()) == 1
 
 
+def terminate_in(folder):
+    while not os.listdir(folder):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def terminated(rank, world_size, folder):
     tempfile.tempdir = folder
-    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Thread(target=terminate_in, args=(folder,), daemon=True).start()
     try:
         verdict(rank, world_size, Path(lesson.__file__).read_text(), ["--steps", "100000"], 1)
     except SystemExit as stop:
