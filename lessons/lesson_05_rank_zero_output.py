@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import tempfile
 import warnings
@@ -394,21 +393,6 @@ def lines_of(seen):
     return sum(bool(line.strip()) for line in (seen["out"] + seen["err"]).split("\n"))
 
 
-def remove_when_ended(folder):
-    """On SIGTERM remove `folder`, a TemporaryDirectory, and end with exit code 143.
-
-    The usual handler, `sys.exit`, raises an exception wherever the rank is just then. Inside
-    TensorBoard's queue.put() it loses a wake-up of the thread that writes events, and closing the
-    writer waits for this thread, up to its `flush_secs`: 120 seconds (in 3 of 120 trials).
-    """
-
-    def handle(number, frame):
-        folder.cleanup()
-        os._exit(128 + number)
-
-    signal.signal(signal.SIGTERM, handle)
-
-
 @contextlib.contextmanager
 def folders(rank, log_dir):
     """Yield a folder that goes at the end, and the one for the training that you see.
@@ -418,10 +402,8 @@ def folders(rank, log_dir):
     with contextlib.ExitStack() as stack:
         places = [None, None]
         if rank == 0:
-            scratch = tempfile.TemporaryDirectory()
-            remove_when_ended(scratch)
-            places[0] = stack.enter_context(scratch)
-            places[1] = tempfile.mkdtemp(prefix="run_", dir=log_dir or scratch.name)
+            places[0] = stack.enter_context(tempfile.TemporaryDirectory())
+            places[1] = tempfile.mkdtemp(prefix="run_", dir=log_dir or places[0])
         dist.broadcast_object_list(places)  # all ranks write where rank 0 says
         yield places
 

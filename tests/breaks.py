@@ -150,8 +150,6 @@ def verdict(rank, world_size, source, flags, machines):
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             passed, claim, _ = script["main"](script["parse_args"](flags))
-        except SystemExit as stop:
-            if not isinstance(stop.code, str):  # a signal's
-                raise
-            passed, claim = False, stop.code  # the script's own words, and no PASS
+        except SystemExit as stop:  # the script's own words, and no PASS
+            passed, claim = False, str(stop)
     return bool(passed), claim

@@ -120,37 +120,6 @@ def test_bad_values_cost_one_line(monkeypatch, capsys, flags):
     assert stop.value.code == 2 and "error: " in line and flags.split()[0] in line
 
 
-ENDED_IN_A_PUT = """
-import os, queue, runpy, signal, sys, time
-
-put = queue.Queue.put
-
-def put_and_be_ended(self, item, *rest):
-    if b"loss" not in item or not self.not_empty._waiters:
-        return put(self, item, *rest)
-    queue.Queue.put = lambda *given: time.sleep(1) or put(*given)  # the thread waits again by then
-    with self.not_empty:  # as put() does it, up to the middle of notify()
-        self._put(item)
-        self.unfinished_tasks += 1
-        self.not_empty._waiters[0].release()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-queue.Queue.put = put_and_be_ended
-sys.argv = [sys.argv[1], "--steps", "500000"]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_a_rank_that_is_told_to_end_removes_its_folder(tmp_path):
-    """Also in the one place where an exception would make TensorBoard wait for two minutes."""
-    command = [sys.executable, "-c", ENDED_IN_A_PUT, lesson.__file__]
-    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, timeout=90)
-    assert (ended.returncode, ended.stdout) == (143, b"")
-    # torch makes this cache sometimes, one for all runs of a user.
-    assert [p for p in tmp_path.iterdir() if not p.name.startswith("torchinductor_")] == []
-
-
 # --- The technique in a project of one's own ---
 
 PROJECT = """

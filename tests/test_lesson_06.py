@@ -5,9 +5,7 @@ import random
 import re
 import signal
 import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import cloudpickle
@@ -269,27 +267,6 @@ def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, words)
         lesson.parse_args(["--checkpoints", str(folder)])
     stderr = capsys.readouterr().err
     assert stop.value.code == 2 and words in stderr and len(stderr.splitlines()) == 1
-
-
-def terminate_in(folder):
-    while not os.listdir(folder):
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def terminated(rank, world_size, folder):
-    tempfile.tempdir = folder
-    threading.Thread(target=terminate_in, args=(folder,), daemon=True).start()
-    try:
-        verdict(rank, world_size, Path(lesson.__file__).read_text(), ["--steps", "100000"], 1)
-    except SystemExit as stop:
-        return stop.code, os.listdir(folder)
-
-
-def test_a_terminated_rank_leaves_no_folder(tmp_path):
-    """A launcher sends SIGTERM to the ranks that are left when one has died."""
-    assert run(terminated, 1, str(tmp_path)) == [(143, [])]
 
 
 def killed_at_random(rank, world_size, folder, delay):

@@ -52,8 +52,9 @@ def main(script, arguments):
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ |= {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": folder}
+        os.environ["TMPDIR"] = folder  # so what a rank leaves that is ended goes with it
         os.environ["LOCKSTEP_PARENT"] = str(os.getpid())
         try:
             start_ranks(own, folder, flags, job)
