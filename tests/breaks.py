@@ -7,9 +7,12 @@ ranks this mistake is one, where that differs.
 
 import contextlib
 import importlib
+import importlib.util
+import inspect
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -36,7 +39,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
     lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A lesson
     of another framework has one process for all, also for several numbers of ranks, nproc=(2, 3):
-    importing it takes seconds, and two frameworks in a process can crash.
+    importing it takes seconds, and two frameworks in a process can crash. Of a lesson of several
+    frameworks, only the one that a break is in is trained again, on the first of the numbers.
     """
     lesson = lessons.find(f"{number:02}")
     source = lesson.script.read_text()
@@ -45,9 +49,11 @@ def check_breaks(number, breaks, nproc, *flags, machines=1):
     for name, (part, other, *_) in breaks.items():
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
         sources[name] = source.replace(part, other)
-    if set(lesson.packages) & set(lessons.FRAMEWORKS):
+    if lesson.frameworks():
         numbers = nproc if isinstance(nproc, tuple) else (nproc,)
-        return judge_beside_torch(sources, breaks, numbers, [str(flag) for flag in flags])
+        several = "torch" in lesson.compares_with
+        judge_in_new_processes = judge_by_framework if several else judge_beside_torch
+        return judge_in_new_processes(sources, breaks, numbers, [str(flag) for flag in flags])
     for name, (_, _, *where) in breaks.items():
         if where and nproc not in where[0]:
             del sources[name]
@@ -103,6 +109,76 @@ for name, nproc in runs:
         passed, claim, _ = script["main"](script["parse_args"]([*flags, "--nproc", str(nproc)]))
     said.append([[name, nproc], [bool(passed), claim]])
 print(json.dumps(said))
+"""
+
+
+def judge_by_framework(sources, breaks, numbers, flags):
+    """Train with each framework in a process of its own; judge what it found with the others'.
+
+    A break is named "<way>: ...", and only this way is trained with it. The model is made smaller.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for number, source in enumerate(sources.values()):
+            Path(folder, f"script_{number}.py").write_text(source)
+        runs = [[0, "", nproc] for nproc in numbers]  # [number of the script, way, workers]
+        ways = [name.partition(":")[0] for name in breaks]
+        runs += [[number, way, numbers[0]] for number, way in enumerate(ways, 1)]
+        intact = load_script(folder, 0)
+        with ThreadPoolExecutor(len(intact.WATCH)) as pool:
+            parts = pool.map(train_with, intact.WATCH, repeat(runs), repeat(flags), repeat(folder))
+        found = [{}] * len(runs)
+        for part in parts:
+            found = [{**one, **new} for one, new in zip(found, part, strict=True)]
+        said = []
+        for (number, _, nproc), new in zip(runs, found, strict=True):
+            script = load_script(folder, number)
+            script.in_processes = lambda *_, new=new: found[0] | new
+            with contextlib.redirect_stdout(io.StringIO()):
+                args = script.parse_args([*flags, "--nproc", str(nproc)])
+                said.append(script.main(args)[:2])
+    for verdict in said[1 : len(numbers)]:
+        judge_breaks({"as it is": verdict})
+    judge_breaks(dict(zip(["as it is", *breaks], [said[0], *said[len(numbers) :]], strict=True)))
+
+
+def load_script(folder, number):
+    """Import a script as a new module, with a smaller model; its processes are forks."""
+    spec = importlib.util.spec_from_file_location("script", Path(folder, f"script_{number}.py"))
+    script = sys.modules["script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.LONGEST, script.WORDS, script.WIDTH = 4, 60, 4
+    return script
+
+
+def train_with(framework, runs, flags, folder):
+    """Return what one framework finds in these runs, a dictionary for each; one process for all."""
+    job = json.dumps([framework, runs, flags, folder])
+    command = [sys.executable, "-c", ONE_FRAMEWORK + inspect.getsource(load_script) + TRAIN]
+    ran = subprocess.run(command, input=job, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return pickle.loads(Path(folder, f"{framework}.found").read_bytes())
+
+
+ONE_FRAMEWORK = """
+import importlib.util, json, pickle, sys, tempfile
+from pathlib import Path
+
+"""
+TRAIN = """
+
+framework, runs, flags, folder = json.load(sys.stdin)
+found = []
+for number, way, nproc in runs:
+    script = load_script(folder, number)
+    if way:
+        script.WAYS = {way: script.WAYS[way]}
+    if way and script.framework_of(way) != framework:
+        found.append({})
+        continue
+    with tempfile.TemporaryDirectory() as own:
+        script.save_problem(own, script.parse_args([*flags, "--nproc", str(nproc)]))
+        found.append(script.WATCH[framework](nproc, own))
+Path(folder, f"{framework}.found").write_bytes(pickle.dumps(found))
 """
 
 

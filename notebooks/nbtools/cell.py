@@ -164,7 +164,7 @@ def free_ports(count):
 
 # --- A framework that is not installed ---
 
-FRAMEWORKS = {"tensorflow": "07", "paddle": "08"}  # the lesson that needs it
+FRAMEWORKS = {"tensorflow": "07", "paddle": "08", "jax": "15"}  # the lesson that needs it
 
 
 def explain_missing_frameworks():
@@ -178,7 +178,7 @@ def _what_to_run(shell, kind, error, traceback, tb_offset=None):
     """Show that a module was not found, as IPython does; if it is a framework, in one line."""
     if error.name in FRAMEWORKS:
         number = FRAMEWORKS[error.name]
-        missing = needs.missing_packages(lessons.find(number))
+        missing = needs.missing_packages(lessons.find(number), lessons.FRAMEWORKS)
         if Path(sys.prefix).resolve() == lessons.ROOT / ".venv":
             missing = f"needs {error.name}: bash scripts/setup.sh {number}"
         line = f"this notebook {missing}; then run this cell again"

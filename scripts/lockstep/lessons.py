@@ -13,7 +13,7 @@ ITSELF = "itself"  # the script does, in its own ways; all on one machine
 ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
 
 ON_SEVERAL_MACHINES = (TORCHRUN, LAUNCH_JOB, REHEARSAL)
-FRAMEWORKS = ("tensorflow", "paddlepaddle")  # large, and only 07 and 08 need them
+FRAMEWORKS = ("tensorflow", "paddlepaddle", "jax", "jaxlib")  # only 07, 08 and 15 need them
 IMPORT_NAMES = {"scikit-learn": "sklearn", "paddlepaddle": "paddle"}  # where pip has another name
 
 
@@ -25,6 +25,10 @@ class Lesson(NamedTuple):
     start: str
     packages: tuple
     compares_with: tuple = ()  # installed for it, and not missed where it is not there
+
+    def frameworks(self):
+        """Return the large packages that it uses, with which torch does not share a process."""
+        return [name for name in self.packages + self.compares_with if name in FRAMEWORKS]
 
     @property
     def script(self):
@@ -48,6 +52,13 @@ TABLE = (
     Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
     Lesson("13", "tensor_and_hybrid", TORCHRUN, TORCH),
     Lesson("14", "several_machines", REHEARSAL, TORCH),
+    Lesson(
+        "15",
+        "four_frameworks",
+        ITSELF,
+        ("numpy",),
+        ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
+    ),
 )
 
 
@@ -72,7 +83,7 @@ def pins(file=ROOT / "requirements.txt"):
 def packages_for(what):
     """Return the packages that `what` needs, named as in requirements.txt.
 
-    `what` is a lesson's number, "doctor", "notebooks" (all but TensorFlow and Paddle), or "all".
+    `what` is a lesson's number, "doctor", "notebooks" (all but FRAMEWORKS), or "all".
     Raises LookupError for anything else.
     """
     if what == "doctor":

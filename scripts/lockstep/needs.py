@@ -26,11 +26,14 @@ def problem(lesson, flags):
     return found and f"{lesson.script.name}: error: {found}"
 
 
-def missing_packages(lesson):
-    """Return one line that says which packages are missing and how to get them, or None."""
+def missing_packages(lesson, also=()):
+    """Return one line that says which packages are missing and how to get them, or None.
+
+    Those that a lesson only compares with are not missed, but for those in `also`.
+    """
     names = [
         name
-        for name in lesson.packages
+        for name in lesson.packages + tuple(one for one in lesson.compares_with if one in also)
         if importlib.util.find_spec(IMPORT_NAMES.get(name, name)) is None
     ]
     if not names:
