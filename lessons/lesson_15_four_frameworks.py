@@ -403,7 +403,7 @@ def watch_tensorflow(nproc, folder):
 
 def start_tensorflow():
     """Import TensorFlow, and let the CPU play four devices."""
-    sys.modules.setdefault("jax", None)  # else its converter for phones imports it: four seconds
+    sys.modules.setdefault("jax", None)  # else its converter for phones imports that: seconds
     import tensorflow as tf
 
     four, cpu = [tf.config.LogicalDeviceConfiguration()] * 4, tf.config.list_physical_devices("CPU")
@@ -532,11 +532,7 @@ def watch_jax(nproc, folder):
     import jax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    def losses(scores, right):
-        chosen = jax.numpy.take_along_axis(scores, right[..., None], -1)[..., 0]
-        return jax.nn.logsumexp(scores, -1) - chosen
-
-    more = {"sigmoid": jax.nn.sigmoid, "concat": jax.numpy.concatenate, "losses": losses}
+    more = {"sigmoid": jax.nn.sigmoid, "concat": jax.numpy.concatenate, "losses": jax_losses}
     loss_of, _ = make_loss(jax.numpy, look_up=lambda table, words: table[words], **more)
     devices, (weights, batches) = jax.devices()[:nproc], load_problem(folder)
     batches = [[np.pad(a, [(0, -len(a) % nproc), (0, 0)]) for a in batch] for batch in batches]
@@ -551,6 +547,14 @@ def watch_jax(nproc, folder):
         one |= {"bytes": bytes_in_hlo(compiled.as_text()), "alone": jax.tree.map(np.array, alone)}
         found[way] = one
     return found
+
+
+def jax_losses(scores, right):
+    """Return the loss of each word."""
+    import jax
+
+    chosen = jax.numpy.take_along_axis(scores, right[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(scores, -1) - chosen
 
 
 def follow_jax(compiled, now, batches):
@@ -736,8 +740,6 @@ def wrong_in_pair(one, other, first):
 def compare(found, first, args):
     """Return the largest difference of gradients of each pair of frameworks, and what is wrong."""
     wrong = [f"{way}: {said}" for way in found for said in wrong_in_way(found[way], first, args)]
-    if not found:
-        return {}, []
     start = max(seen["loss"][0] for seen in found.values())
     if abs(start - np.log(len(first["embedding"]))) > 0.05:
         wrong.append(f"the first loss, {start:.3g}, is not log {len(first['embedding'])}")
@@ -771,15 +773,15 @@ def lines_added(way):
 def main(args):
     """Run the lesson; return whether its claim holds, the claim, and the numbers."""
     there = [f for f in WATCH if importlib.util.find_spec({"pytorch": "torch"}.get(f, f))]
+    numbers = {"lesson": 15, "world_size": args.nproc, "backend": "four", "device": "cpu"}
+    numbers |= {"frameworks": there, "missing": [f for f in WATCH if f not in there]}
+    if len(there) < 2:
+        return False, f"of {len(WATCH)} frameworks two are needed, installed: {there}", numbers
     with tempfile.TemporaryDirectory() as folder:
         save_problem(folder, args)
         first, _ = load_problem(folder)
         found = in_processes(there, args.nproc, folder)
     pairs, wrong = compare(found, first, args)
-    if len(there) < 2:
-        wrong.append("there is nothing to compare with: two frameworks are needed at least")
-    numbers = {"lesson": 15, "world_size": args.nproc, "backend": "four", "device": "cpu"}
-    numbers |= {"frameworks": there, "missing": [f for f in WATCH if f not in there]}
     numbers |= {"max_grad_diff": pairs, "weights": sum(w.size for w in first.values())}
     numbers["loss_first"] = {way: seen["loss"][0] for way, seen in found.items()}
     numbers["loss_last"] = {way: seen["loss"][-1] for way, seen in found.items()}
@@ -787,8 +789,7 @@ def main(args):
         numbers[f"{name}_per_step"] = {way: seen[name] for way, seen in found.items()}
     numbers["lines_added"] = {way: lines_added(way) for way in found}
     report(numbers, args)
-    off = max(pairs.values(), default=0.0)
-    right = f"gradients differ by {off:.1e} at most"
+    right = f"gradients differ by {max(pairs.values()):.1e} at most"
     claim = f"{len(there)} frameworks, {len(found)} ways, {args.nproc} workers: "
     return not wrong, claim + ("; ".join(wrong) or right), numbers
 

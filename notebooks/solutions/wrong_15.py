@@ -1,0 +1,123 @@
+"""Wrong attempts at the tasks of lesson 15, and words that their verdict must contain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+SPECS = {"in_specs": (P(), P("data"), P("data"), P("data")), "out_specs": P()}
+
+# --- Task 2 ---
+
+
+def divided(work):
+    """Return an attempt whose devices call work(loss_of, weights, rows, answers, real)."""
+
+    def attempt(loss_of, mesh):
+        def on_each_device(*given):
+            return work(loss_of, *given)
+
+        return jax.jit(jax.shard_map(on_each_device, mesh=mesh, **SPECS))
+
+    return attempt
+
+
+def own(weights):
+    return jax.lax.pcast(weights, "data", to="varying")
+
+
+def mean_of_own_means(loss_of, weights, *batch):
+    def own_mean(w, rows, answers, real):
+        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.maximum(jnp.sum(real), 1)
+
+    return jax.lax.pmean(jax.grad(own_mean)(own(weights), *batch), "data")
+
+
+def fell_into_the_trap(loss_of, weights, rows, answers, real):
+    def own_sum(w):
+        return jnp.sum(loss_of(w, rows, answers) * real)
+
+    sums, count = jax.lax.psum((jax.grad(own_sum)(weights), jnp.sum(real)), "data")
+    return jax.tree.map(lambda total: total / count, sums)
+
+
+def counts_all_rows(loss_of, weights, rows, answers, real):
+    def own_mean(w):
+        return jnp.mean(loss_of(w, rows, answers) * real)
+
+    return jax.lax.pmean(jax.grad(own_mean)(own(weights)), "data")
+
+
+def gathers_all_rows(loss_of, weights, *batch):
+    every = [jax.lax.all_gather(array, "data", tiled=True) for array in batch]
+
+    def mean(w, rows, answers, real):
+        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
+
+    return jax.lax.pmean(jax.grad(mean)(own(weights), *every), "data")
+
+
+def on_one_device(loss_of, mesh):
+    def mean(w, rows, answers, real):
+        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
+
+    return jax.jit(jax.grad(mean))
+
+
+def one_collective_too_many(loss_of, weights, rows, answers, real):
+    def own_sum(w):
+        return jnp.sum(loss_of(w, rows, answers) * real)
+
+    sums = jax.lax.psum(jax.grad(own_sum)(own(weights)), "data")
+    twice = jax.lax.pmean(own(sums), "data")
+    return jax.tree.map(lambda total: total / jax.lax.psum(jnp.sum(real), "data"), twice)
+
+
+# --- Task 3 ---
+
+
+def repeats_the_last_row(batch, share, count):
+    missing = -len(share) % count
+    return [np.concatenate([a, *[a[-1:]] * missing]) for a in (*batch, share)][:-1], np.concatenate(
+        [share, *[share[-1:]] * missing]
+    )
+
+
+def equal_shares(batch, share, count):
+    missing = -len(share) % count
+    longer = [np.concatenate([a, *[0 * a[-1:]] * missing]) for a in batch]
+    return longer, np.full(len(longer[0]), 1 / len(longer[0]))
+
+
+def drops_rows(batch, share, count):
+    kept = len(share) // count * count
+    return [array[:kept] for array in batch], share[:kept]
+
+
+def always_fills_up(batch, share, count):
+    missing = count - len(share) % count
+    longer = [np.concatenate([a, *[0 * a[-1:]] * missing]) for a in (*batch, share)]
+    return longer[:-1], longer[-1]
+
+
+WRONG = {
+    "times_too_large": {
+        "that of pmean": (4, "psum does not divide"),
+        "right": (1, "nobody has added up yet"),
+        "half": (8, "follow one number"),
+    },
+    "data_parallel_gradient": {
+        "the mean of means": (divided(mean_of_own_means), "on 2 devices the gradient of"),
+        "the trap": (divided(fell_into_the_trap), "2 times the right one"),
+        "all rows count": (divided(counts_all_rows), "0.5833 times the right one"),
+        "gathers all rows": (divided(gathers_all_rows), "computes with all rows"),
+        "one device": (on_one_device, "computes with all rows"),
+        "two all-reduces": (divided(one_collective_too_many), "bytes; "),
+    },
+    "fill_up": {
+        "repeats the last row": (repeats_the_last_row, "which rows count?"),
+        "equal shares": (equal_shares, "which rows count?"),
+        "drops rows": (drops_rows, "there must be 12 rows"),
+        "always": (always_fills_up, "there must be 10 rows"),
+    },
+}
