@@ -160,6 +160,7 @@ def import_tensorflow():
     """Import TensorFlow for the functions above, and return it. Its log does not reach stderr."""
     global tf, v1
     os.environ |= {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    sys.modules.setdefault("jax", None)  # else its converter for phones imports it, too
     with open(os.devnull, "w") as nowhere:
         screen = os.dup(2)  # C++ code writes to file descriptor 2, before it obeys the log level
         os.dup2(nowhere.fileno(), 2)

@@ -403,7 +403,7 @@ def watch_tensorflow(nproc, folder):
 
 def start_tensorflow():
     """Import TensorFlow, and let the CPU play four devices."""
-    sys.modules.setdefault("jax", None)  # else its converter for phones imports that: seconds
+    sys.modules.setdefault("jax", None)  # else its converter for phones imports it, too
     import tensorflow as tf
 
     four, cpu = [tf.config.LogicalDeviceConfiguration()] * 4, tf.config.list_physical_devices("CPU")

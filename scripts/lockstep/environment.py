@@ -30,6 +30,7 @@ DISK_GB = {
     "torch, CUDA": 10.4,
     "tensorflow": 3.4,
     "paddlepaddle": 1.2,
+    "jaxlib": 0.6,
 }
 OTHER_GB = 0.1
 
