@@ -462,6 +462,7 @@ def watch_pytorch(nproc, folder):
     import torch.multiprocessing as mp
 
     torch.optim.SGD([torch.zeros(1)])  # imports much, which the forks then have
+    torch.set_num_threads(1)  # in each of them
     mp.start_processes(be_pytorch_rank, (nproc, folder), nproc, start_method=START)
     return {"pytorch": of_all_ranks(nproc, folder)}
 
@@ -473,7 +474,6 @@ def be_pytorch_rank(rank, nproc, folder):
     import torch.nn.functional as F
 
     end_with_parent()
-    torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "meeting_place")), nproc)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=nproc)
     weights, batches = load_problem(folder)

@@ -145,9 +145,8 @@ HINTS = {
         "returns. What does the second one make of equal numbers on all devices?"
     ),
     "data_parallel_gradient": (
-        "A device can't know the mean, but it knows the sum over its own real rows. Which two "
-        "things must be added up over the devices, and what is left to do then? And who would "
-        "add up too early, if the weights did not differ?"
+        "A device can't know the mean, but the sum over its own real rows. Which two things must "
+        "be added up over the devices, and what is left then? Who would add up too early?"
     ),
     "fill_up": (
         "JAX wants equal parts, so the rows must become more. What must hold for a row that "
