@@ -115,7 +115,8 @@ print(json.dumps(said))
 def judge_by_framework(sources, breaks, numbers, flags):
     """Train with each framework in a process of its own; judge what it found with the others'.
 
-    A break is named "<way>: ...", and only this way is trained with it. The model is made smaller.
+    A break is named "<way>: ...", and only this way is trained with it. The model is made smaller,
+    and the technique is what it is when it is copied into an empty file.
     """
     with tempfile.TemporaryDirectory() as folder:
         for number, source in enumerate(sources.values()):
@@ -170,9 +171,11 @@ TRAIN = """
 framework, runs, flags, folder = json.load(sys.stdin)
 found = []
 for number, way, nproc in runs:
-    script = load_script(folder, number)
-    if way:
-        script.WAYS = {way: script.WAYS[way]}
+    script, copied = load_script(folder, number), {}
+    text = Path(script.__file__).read_text().partition("# --- The technique ---")[2]
+    exec(text.partition("# --- The proof ---")[0], copied)  # into an empty file, as a reader does
+    ways = [way] if way else script.WAYS
+    script.WAYS = {one: copied[script.WAYS[one].__name__] for one in ways}
     if way and script.framework_of(way) != framework:
         found.append({})
         continue
