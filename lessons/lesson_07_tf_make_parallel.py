@@ -159,6 +159,7 @@ def initial_weights(seed, words, width=64):
 def import_tensorflow():
     """Import TensorFlow for the functions above, and return it. Its log does not reach stderr."""
     global tf, v1
+    broken = None
     os.environ |= {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     sys.modules.setdefault("jax", None)  # else its converter for phones imports it, too
     with open(os.devnull, "w") as nowhere:
@@ -167,12 +168,16 @@ def import_tensorflow():
         try:
             tf = importlib.import_module("tensorflow")
             tf.config.list_physical_devices()
+        except ModuleNotFoundError:
+            raise
         except Exception as error:
             broken = f"tensorflow is broken, its import ends with {type(error).__name__}"
-            sys.exit(f"{broken}: pip install --force-reinstall tensorflow==2.21.0")
         finally:
             os.dup2(screen, 2)
             os.close(screen)
+    if broken:
+        print(f"{broken}: pip install --force-reinstall tensorflow==2.21.0", file=sys.stderr)
+        sys.exit(2)
     v1 = tf.compat.v1
     tf.get_logger().setLevel("ERROR")
     v1.disable_control_flow_v2()  # loops as in 2018

@@ -25,28 +25,39 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
 BLOCK = lesson.TOKENS * lesson.WIDTH * 8  # bytes of x for one row, in float64
 
+# Meshes (data, tensor): two whole models, one model in two parts, two models in two parts each.
+REPLICAS, PARTS, BOTH = (2, 1), (1, 2), (2, 2)
+
 BREAKS = {
-    "the same rows on all replicas": ("(data, replicas, replica, seed=seed)", "(data, 1, 0)", (4,)),
-    "rows by rank": ("(data, replicas, replica, seed=seed)", "(data, seed=seed)", (4,)),
-    "an order of its own on each rank": ("seed=seed)  #", "seed=dist.get_rank())  #", (4,)),
-    "not by the seed": ("(data, replicas, replica, seed=seed)", "(data, replicas, replica)", (4,)),
-    "no new order": ("sampler.set_epoch(epoch)", "pass", (4,)),
+    "the same rows on all replicas": (
+        "(data, replicas, replica, seed=seed)",
+        "(data, 1, 0)",
+        REPLICAS,
+    ),
+    "rows by rank": ("(data, replicas, replica, seed=seed)", "(data, seed=seed)", BOTH),
+    "an order of its own on each rank": ("seed=seed)  #", "seed=dist.get_rank())  #", REPLICAS),
+    "not by the seed": (
+        "(data, replicas, replica, seed=seed)",
+        "(data, replicas, replica)",
+        REPLICAS,
+    ),
+    "no new order": ("sampler.set_epoch(epoch)", "pass", REPLICAS),
     "a global batch twice as large": (
         "batch_size // replicas,",
         "2 * batch_size // replicas,",
-        (4,),
+        REPLICAS,
     ),
-    "rows left out": ("sampler=sampler)", "sampler=sampler, drop_last=True)", (4,)),
+    "rows left out": ("sampler=sampler)", "sampler=sampler, drop_last=True)", REPLICAS),
     "the mesh turned round": (
         '(device.type, shape, mesh_dim_names=("data", "tensor"))',
         '(device.type, shape[::-1], mesh_dim_names=("tensor", "data"))',
-        (4,),
+        BOTH,
     ),
-    "parts that are views": ("[dist.get_rank(group)].clone()", "[dist.get_rank(group)]", (4,)),
+    "parts that are views": ("[dist.get_rank(group)].clone()", "[dist.get_rank(group)]", PARTS),
     "whole matrices are kept": (
         "    mine.weight = my_part(layer.weight, 1, group)",
         "    mine.weight = my_part(layer.weight, 1, group)\n    mine.whole = layer.weight.detach()",
-        (4,),
+        PARTS,
     ),
     "weights gathered in forward": (
         "        hidden = gelu(self.up(x))",
@@ -54,7 +65,7 @@ BREAKS = {
         "        n = dist.get_world_size(self.group)\n"
         "        dist.all_gather([weight.clone() for _ in range(n)], weight, group=self.group)\n"
         "        hidden = gelu(self.up(x))",
-        (4,),
+        PARTS,
     ),
     "each gradient reduced twice": (
         "            optimizer.step()",
@@ -62,63 +73,65 @@ BREAKS = {
         "                dist.all_reduce(parameter.grad, group=mesh.get_group('data'))\n"
         "                parameter.grad /= replicas\n"
         "            optimizer.step()",
-        (4,),
+        REPLICAS,
     ),
-    "no DDP": ("loss = mse_loss(averaged(", "loss = mse_loss(model(", (4,)),
-    "averaged over all": (', process_group=mesh.get_group("data"))', ")", (4,)),
-    "no f": ("x = SumInBackward.apply(x, self.group)\n        hidden", "hidden"),
+    "no DDP": ("loss = mse_loss(averaged(", "loss = mse_loss(model(", REPLICAS),
+    "averaged over all": (', process_group=mesh.get_group("data"))', ")", BOTH),
+    "no f": ("x = SumInBackward.apply(x, self.group)\n        hidden", "hidden", PARTS),
     "f three times": (
         "mixed = attend(self.query(x), self.key(x), self.value(x))\n        part",
         "one, two = (SumInBackward.apply(x, self.group) for _ in range(2))\n"
         "        mixed = attend(self.query(x), self.key(one), self.value(two))\n        part",
-        (4,),
+        PARTS,
     ),
-    "bias on every rank": ("linear(hidden, self.down.weight)", "self.down(hidden)"),
+    "bias on every rank": ("linear(hidden, self.down.weight)", "self.down(hidden)", PARTS),
     "hidden units and rows that do not belong together": (
         "my_part(layer.weight, 1, group)",
         "my_part(layer.weight.flip(1), 1, group)",
-        (4,),
+        PARTS,
     ),
     "another loss in the log": (
         "losses.append(loss.item())",
         "losses.append(2 * loss.item())",
-        (4,),
+        REPLICAS,
     ),
-    "no update": ("            optimizer.step()\n", "            pass\n", (4,)),
+    "no update": ("            optimizer.step()\n", "            pass\n", REPLICAS),
     "f overwrites the gradient": (
         "total = gradient.clone(memory_format=torch.contiguous_format)",
         "total = gradient",
-        (4,),
+        PARTS,
     ),
     "g overwrites the part": (
         "total = part.clone(memory_format=torch.contiguous_format)",
         "total = part",
-        (4,),
+        PARTS,
     ),
     "a whole layer is made first": (
         "mine = nn.Linear(layer.in_features, layer.out_features // dist.get_world_size(group))",
         "mine = nn.Linear(layer.in_features, layer.out_features)",
-        (4,),
+        PARTS,
     ),
     "moved whole to the device": (
         "    split(model.blocks,",
         "    split(model.to(device).blocks,",
-        (4,),
+        PARTS,
     ),
     "blocks moved whole to the device": (
         "    split(model.blocks,",
         "    for block in model.blocks:\n        block.to(device)\n    split(model.blocks,",
-        (4,),
+        PARTS,
     ),
-    "a plan without PrepareModuleInput": ('plan["blocks.*.attention"] =', "_ =", (4,)),
+    "a plan without PrepareModuleInput": ('plan["blocks.*.attention"] =', "_ =", PARTS),
 }
 
 
-@pytest.mark.parametrize("nproc", (4, 6))
-def test_each_break_ends_in_fail(nproc):
-    # Meshes of 2 x 2 and 2 x 3; a replica has an epoch of three steps, the last one smaller.
-    flags = ("--data", 2, "--batch-size", 200, "--steps", 4, "--seed", 5)
-    check_breaks(13, BREAKS, nproc, *flags)
+@pytest.mark.parametrize("mesh", [REPLICAS, PARTS, BOTH], ids=str)
+def test_each_break_ends_in_fail(mesh):
+    data, tensor = mesh
+    breaks = {name: row[:2] for name, row in BREAKS.items() if row[2] == mesh}
+    # A replica has an epoch of three steps, the last one smaller.
+    flags = ("--data", data, "--batch-size", 100 * data, "--steps", 4, "--seed", 5)
+    check_breaks(13, breaks, data * tensor, *flags)
 
 
 # --- The whole script ---

@@ -291,6 +291,7 @@ def _begin(rank, world_size, payload, folder, deadline):
     if loopback:  # all ranks are here: do not depend on the host's name or network
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder  # what a rank leaves goes with the folder
     store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
     limit = timedelta(seconds=deadline)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
