@@ -544,7 +544,8 @@ def watch_jax(nproc, folder):
         compiled = WAYS[way](loss_of, mesh, RATE).lower(now, *batches[0]).compile()
         rows = compiled.input_shardings[0][1].shard_shape(batches[0][0].shape)[0]
         one = follow_jax(compiled, now, batches) | {"rows": [rows] * nproc}
-        one |= {"bytes": bytes_in_hlo(compiled.as_text()), "alone": jax.tree.map(np.array, alone)}
+        sent = bytes_in_hlo(compiled.as_text()) if nproc > 1 else 0
+        one |= {"bytes": sent, "alone": jax.tree.map(np.array, alone)}
         found[way] = one
     return found
 
