@@ -25,7 +25,6 @@ DDP = "(model, forward_sync_buffers=False)"
 KEPT = "kept = self.running_mean, self.running_var"
 ROWS = "values = channels_last.r"
 STEP = "optimizer.step()\n\n\n# --- The"
-WHOLE = "scale * (gradient - through_mean - normalised * through_variance)"
 
 # More ranks change nothing in these mistakes.
 ON_TWO_RANKS = {
@@ -37,7 +36,6 @@ ON_TWO_RANKS = {
     ),
     "biased, not unbiased": ("variance * count / (count - 1))", "variance)"),
     "one pass": ("(values - own_mean).square()", "(values.square() - own_mean.square())"),
-    "mean and variance as constants": (WHOLE, "scale * gradient"),
     "evaluation as in training": ("if not self.training:", "if False:"),
     "a training forward without gradients evaluates": (
         "if not self.training:",
@@ -47,7 +45,6 @@ ON_TWO_RANKS = {
     "eps is not heeded in evaluation": (', "eps": self.eps', ""),
     "momentum=None is 0.1": ("1 / self.num_batches_tracked.item()", "0.1"),
     "the variance is kept at another pace": ("(self.running_var), share)", "(mean), 0.1)"),
-    "the counter counts twice": ("num_batches_tracked += 1", "num_batches_tracked += 2"),
     "sums in half precision": ("values = values.float()", "pass"),
     "outputs in float32": (".movedim(-1, 1).to(inputs.dtype)", ".movedim(-1, 1)"),
     "no DDP": (f"DistributedDataParallel{DDP}", "model"),
@@ -57,7 +54,6 @@ ON_TWO_RANKS = {
     "gradients pile up": ("optimizer.zero_grad()\n        (loss", "(loss"),
     "no update": (STEP, STEP.replace("optimizer.step()", "pass")),
     "all rows sent": (SAVE, f"to_rank_0(values); {SAVE}"),
-    "a wait in each forward": (SAVE, f"dist.barrier(); {SAVE}"),
     "a whole number sent in each forward": (SAVE, f"dist.all_reduce(count.long()); {SAVE}"),
     "a wait in evaluation": (KEPT, f"dist.barrier(); {KEPT}"),
     "a wait after training": (STEP, STEP.replace("()", "()\n    dist.barrier()", 1)),
@@ -65,14 +61,14 @@ ON_TWO_RANKS = {
     "signals taken for rows": (ROWS, "values = (channels_last if inputs.dim() != 3 else inputs).r"),
     "videos taken for rows": (ROWS, "values = (channels_last if inputs.dim() != 5 else inputs).r"),
     "a single row does not count": ("([len(values)])", "([len(values) * (len(values) > 1)])"),
-}
-BREAKS = {name: (*texts, (2,)) for name, texts in ON_TWO_RANKS.items()} | {
-    "parts not weighted by rows": (MEAN, "means.mean(0)  #"),
-    "no gradient across ranks": ("dist.all_reduce(sums)  #", "pass  #"),
     "running statistics of the last rank": (SAVE, f"{SAVE}; mean = means[-1] * 1"),
     "each replica changes the master": ("(model, copies, (part,))", "(model, {}, (part,))"),
     "the loss without world size": ("(loss * dist.get_world_size())", "loss"),
     "plain: the switch reversed": ('sync_buffers=way == "DDP"', 'sync_buffers=way != "DDP"'),
+}
+BREAKS = {name: (*texts, (2,)) for name, texts in ON_TWO_RANKS.items()} | {
+    "parts not weighted by rows": (MEAN, "means.mean(0)  #"),
+    "no gradient across ranks": ("dist.all_reduce(sums)  #", "pass  #"),
 }
 
 
