@@ -311,12 +311,13 @@ def keep_apart(args, data, alone, kept):
 
 
 def remove_each(args, data, kept):
-    """Return {condition: [how far off if it is kept, if it is removed, what is wrong first]}."""
-    found = {}
+    """Return {condition: [how far off if it is kept, if it is removed]}, and {it: wrong first}."""
+    found, first = {}, {}
     for name, changes in removals(dist.get_rank()).items():
         everyone, (off, alone) = ranks(args, data, **changes), kept[name]
-        found[name] = [off, distance(everyone, alone), spoiled(everyone, alone)]
-    return found
+        found[name] = [off, distance(everyone, alone)]
+        first[name] = spoiled(everyone, alone)
+    return found, first
 
 
 def wrong_in_training(everyone, alone, micro_batches):
@@ -367,20 +368,20 @@ def report(numbers, micro_batches):
     print(f"{once} with no_sync, {always} without")
 
 
-def wrong_in_removals(off):
+def wrong_in_removals(off, first):
     """Return what is wrong with the damage of removed conditions: a list of sentences."""
     wrong = []
-    for (name, (_, removed, first)), wanted in zip(off.items(), SPOILED, strict=True):
-        if first != wanted or not removed > 1e-6:
-            wrong.append(f"{name}: if removed, off by {removed:.2g}; wrong first: {first}")
-    if not not_twice([removed for _, removed, _ in off.values()]):
+    for (name, (_, removed)), wanted in zip(off.items(), SPOILED, strict=True):
+        if first[name] != wanted or not removed > 1e-6:
+            wrong.append(f"{name}: if removed, off by {removed:.2g}; wrong first: {first[name]}")
+    if not not_twice([removed for _, removed in off.values()]):
         wrong.append("two conditions do the same damage: are they one?")
     return wrong
 
 
 def verdict(off, world_size):
     """Return the claim: how far off is the worst of those kept, and the least of those removed."""
-    kept, removed, _ = zip(*off.values(), strict=True)
+    kept, removed = zip(*off.values(), strict=True)
     damage = f"is off by {min(removed):.1e} or more" if world_size > 1 else "can't be seen by one"
     claim = f"{world_size} ranks equal one process (off by {max(kept):.1e})"
     return f"{claim}; a removed condition {damage}"
@@ -400,12 +401,11 @@ def main(args):
         wrong = [f"{name}: off by {gap:.2g}" for name, (gap, _) in kept.items() if not gap < 1e-12]
     if not wrong:
         always = ranks(args, data, train_step=step_with(sends=lambda number: True))
-        off = remove_each(args, data, kept)
-        wrong = wrong_in_removals(off) if world_size > 1 else []  # one has no other to differ from
+        off, first = remove_each(args, data, kept)
+        wrong = wrong_in_removals(off, first) if world_size > 1 else []
     change = alone[-1][2] - vector(Model(args.seed, device).parameters())
     numbers = {"lesson": 10, "world_size": world_size, "backend": dist.get_backend()}
-    numbers |= {"device": device.type, "rows_per_step": args.batch_size}
-    numbers["off"] = {name: found[:2] for name, found in off.items()}
+    numbers |= {"device": device.type, "rows_per_step": args.batch_size, "off": off}
     sent = [[0, *(step[3] for step in chain(*seen))] for seen in (everyone, always)]
     numbers |= {"bytes": list(map(max, sent)), "param_change": change.abs().max().item()}
     dist.destroy_process_group()

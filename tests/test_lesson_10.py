@@ -37,13 +37,11 @@ MASKED, ALWAYS = "ranks(args, data, mask=mask_of_text)", "contextlib.nullcontext
 BREAKS = {
     "all ranks take the same rows": (SHARE, "batch[::world_size] for"),
     "a row comes twice": (SHARE, "torch.cat([batch, batch[-1:]])[rank::world_size] for"),
-    "an order for each rank": ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + rank)"),
     "the same orders with each seed": ("manual_seed(seed + epoch)", "manual_seed(epoch)"),
     "four orders": ("manual_seed(seed + epoch)", "manual_seed(seed + epoch % 4)"),
     "the epoch never grows": ("epoch += 1\n\n\n# --- The proof", "pass\n\n\n# --- The proof"),
     "a mean where a sum belongs": ('targets.flatten(), reduction="sum")', "targets.flatten())"),
     "padding is counted": (COUNT, "sum(targets.numel() for _, targets in micro_batches)"),
-    "one micro-batch is counted": (COUNT, "int((micro_batches[0][1] != -100).sum())"),
     "each rank counts its own": (REDUCE, "total *= dist.get_world_size()"),
     "counted in bfloat16": ("float64, device=device)  # e", "bfloat16)  # e"),
     "nine counts are sent": (REDUCE, f"total = total.repeat(9); {REDUCE}; total = total[0]"),
@@ -70,7 +68,6 @@ BREAKS = {
     "no dropout": (DROPOUT, DROPOUT.replace("nn.functional.dropout", "")),
     "no dropout by text": ("return 2.0 * (torch.stack", "return 1 + 0 * (torch.stack"),
     "another removal": (LOSSES, '        "losses divided": {"rate": 1},\n'),
-    "the same removal twice": ("count, parts: 1 / count / parts", "count, _: 1 / count"),
 }
 
 
