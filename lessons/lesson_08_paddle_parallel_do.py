@@ -418,7 +418,8 @@ def wrong_on_places(seen, places, alone, batches, limits):
         f"losses or last weights of the places are off by {grown:.2g}": grown < limits[1],
         "the places do not get a part of the rows each": not parts_are_wrong(rows, batches),
         "a place has rows or weights of another one": own,
-        "the outputs are not merged in the order of the rows": merged.shape == right.shape
+        "the outputs are not those of one place, in the order of the rows": merged.shape
+        == right.shape
         and np.allclose(merged, right, rtol=limits[1], atol=0),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
