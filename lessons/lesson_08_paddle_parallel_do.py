@@ -233,43 +233,39 @@ def train_alone(args):
 
 def watch_places(args, places):
     """Train with parallel_do; return what is seen of it from outside."""
-    weights, batches = make_problem(args)
+    (weights, batches), start = make_problem(args), time.perf_counter()
     found = {"loss": [], "outputs": [], "rows": [], "places": [], "now": None}
-    technique, set_device, to_tensor = parallel_do, paddle.set_device, paddle.to_tensor
-    made = {}  # {address: place} of the tensors that no place has been given yet
+    made, technique, set_device, to_tensor = {}, parallel_do, paddle.set_device, paddle.to_tensor
 
-    def choose(place):
+    def at(place):
         found["now"] = place
         return set_device(place)
 
-    def make(data, dtype=None, place=None, stop_gradient=True):
+    def to(data, dtype=None, place=None, stop_gradient=True):
         tensor = to_tensor(data, dtype, place, stop_gradient)
-        made[tensor.data_ptr()] = place or found["now"]
+        made[tensor.data_ptr()] = place or found["now"]  # until a place has been given it
         return tensor
 
     def body(copies, *rows):
         found["rows"].append(rows[0].numpy())
-        given = (*copies.values(), *rows)
-        found["places"].append([made.pop(tensor.data_ptr(), None) for tensor in given])
+        found["places"].append([made.pop(t.data_ptr(), None) for t in (*copies.values(), *rows)])
         return language_model(copies, *rows)
 
-    def watched(*given):
+    def do(*given):
         output, gradients = technique(*given)
         found.update(arrays_of("gradient", gradients) | found)  # those of step 1 stay
         found["outputs"].append(output)
         found["loss"].append(float(output.sum()))
         return output, gradients
 
-    start, of_paddle = time.perf_counter(), {"set_device": choose, "to_tensor": make}
-    with patch.dict(globals(), parallel_do=watched), patch.multiple(paddle, **of_paddle):
+    with patch.dict(globals(), parallel_do=do), patch.multiple(paddle, set_device=at, to_tensor=to):
         last = train_on_places(body, places, weights, batches, LEARNING_RATE)
     return found | arrays_of("weight", last) | {"seconds": time.perf_counter() - start}
 
 
 def watch_rank(args):
     """Train as one rank; return what is seen of it from outside. Only rank 0 has the weights."""
-    weights, batches = make_problem(args)
-    found = {"loss": [], "rows": [], "rates": [], "sent": 0}
+    (weights, batches), found = make_problem(args), {"loss": [], "rows": [], "rates": []}
     model, update, send = language_model, paddle.optimizer.SGD.step, paddle.distributed.broadcast
 
     def make_layer():
@@ -284,20 +280,16 @@ def watch_rank(args):
         return output
 
     def step(optimizer):
-        slopes = {name: w.grad for name, w in found["layer"].named_parameters()}
-        found.update(arrays_of("gradient", slopes) | found)
-        found["rates"].append(optimizer.get_lr())
+        slopes = arrays_of("gradient", {n: w.grad for n, w in found["layer"].named_parameters()})
+        found.update(slopes | found | {"rates": [*found["rates"], optimizer.get_lr()]})
         update(optimizer)
-
-    def broadcast(tensor, *given, **options):
-        found["sent"] += tensor.size
-        return send(tensor, *given, **options)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(globals(), language_model=watched))
         stack.enter_context(patch.object(paddle.optimizer.SGD, "step", step))
-        stack.enter_context(patch.object(paddle.distributed, "broadcast", broadcast))
+        sent = stack.enter_context(patch.object(paddle.distributed, "broadcast", wraps=send))
         train(make_layer, batches, LEARNING_RATE)
+    found["sent"] = sum(call.args[0].size for call in sent.call_args_list)
     if paddle.distributed.is_initialized():  # not if it is alone
         paddle.distributed.barrier()  # rank 0 has the store in which all meet: it must not leave
     return arrays_of("weight", dict(found.pop("layer").named_parameters())) | found
