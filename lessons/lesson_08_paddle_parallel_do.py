@@ -206,96 +206,93 @@ def get_places(count):
     return [paddle.CUDAPlace(k) if gpus >= count else paddle.CPUPlace() for k in range(count)]
 
 
-def backend_for(count):
-    """Return what carries the collectives of so many ranks: nccl if each has a GPU, else gloo."""
-    return "nccl" if get_places(count)[0].is_gpu_place() else "gloo"
-
-
 def arrays_of(kind, tensors):
     """Return {kind_name: array} of a layer's or a place's tensors."""
-    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return {f"{kind}_{name}": np.array(tensor) for name, tensor in there.items()}
+    return {f"{kind}_{name}": np.array(t) for name, t in tensors.items() if t is not None}
 
 
 def train_alone(args):
     """Train on one place, all rows at once, without the technique: what must come out.
 
-    Returns, as the next two do: outputs of step 1, gradients of step 1, losses, last weights.
+    Returns, as the next two do: gradients of step 1, losses, last weights; and all outputs.
     """
     paddle.set_device(get_places(1)[0])
     weights, batches = make_problem(args)
-    found = {"loss": []}
+    found = {"loss": [], "outputs": []}
     for batch in batches:
         tensors = {n: paddle.to_tensor(w, stop_gradient=False) for n, w in weights.items()}
         parts = language_model(tensors, *map(paddle.to_tensor, batch))
         parts.sum().backward()
         slopes = {name: tensor.grad.numpy() for name, tensor in tensors.items()}
-        if not found["loss"]:
-            found |= {"output": parts.numpy()} | arrays_of("gradient", slopes)
+        found = arrays_of("gradient", slopes) | found  # those of step 1 stay
         found["loss"].append(float(parts.sum()))
+        found["outputs"].append(parts.numpy())
         weights = {name: w - LEARNING_RATE * slopes[name] for name, w in weights.items()}
     return found | arrays_of("weight", weights)
 
 
 def watch_places(args, places):
     """Train with parallel_do; return what is seen of it from outside."""
-    weights, batches = make_problem(args)
-    found = {"loss": [], "rows": [], "places": [], "now": None}
-    technique, choose = parallel_do, paddle.set_device
+    (weights, batches), start = make_problem(args), time.perf_counter()
+    found = {"loss": [], "outputs": [], "rows": [], "places": [], "now": None}
+    made, technique, set_device, to_tensor = {}, parallel_do, paddle.set_device, paddle.to_tensor
 
-    def note_place(place):
+    def at(place):
         found["now"] = place
-        return choose(place)
+        return set_device(place)
+
+    def to(data, dtype=None, place=None, stop_gradient=True):
+        tensor = to_tensor(data, dtype, place, stop_gradient)
+        made[tensor.data_ptr()] = place or found["now"]  # until a place has been given it
+        return tensor
 
     def body(copies, *rows):
         found["rows"].append(rows[0].numpy())
-        there = str(rows[0].place) == str(found["now"])
-        found["places"].append(found["now"] if there else None)
+        found["places"].append([made.pop(t.data_ptr(), None) for t in (*copies.values(), *rows)])
         return language_model(copies, *rows)
 
-    def watched(*given):
+    def do(*given):
         output, gradients = technique(*given)
-        if not found["loss"]:
-            found.update({"output": output} | arrays_of("gradient", gradients))
+        found.update(arrays_of("gradient", gradients) | found)  # those of step 1 stay
+        found["outputs"].append(output)
         found["loss"].append(float(output.sum()))
         return output, gradients
 
-    start = time.perf_counter()
-    with patch.dict(globals(), parallel_do=watched), patch.object(paddle, "set_device", note_place):
+    with patch.dict(globals(), parallel_do=do), patch.multiple(paddle, set_device=at, to_tensor=to):
         last = train_on_places(body, places, weights, batches, LEARNING_RATE)
-    found["seconds"] = time.perf_counter() - start
-    return found | arrays_of("weight", last)
+    return found | arrays_of("weight", last) | {"seconds": time.perf_counter() - start}
 
 
 def watch_rank(args):
     """Train as one rank; return what is seen of it from outside. Only rank 0 has the weights."""
-    weights, batches = make_problem(args)
-    found, update = {"loss": [], "rows": [], "updates": 0}, paddle.optimizer.SGD.step
+    (weights, batches), found = make_problem(args), {"loss": [], "rows": [], "rates": []}
+    model, update, send = language_model, paddle.optimizer.SGD.step, paddle.distributed.broadcast
 
     def make_layer():
         first = paddle.distributed.get_rank() == 0
-        layer = LanguageModel({name: w if first else 0 * w for name, w in weights.items()})
-        layer.register_forward_post_hook(after_forward)
-        return layer
+        found["layer"] = LanguageModel({n: w if first else 0 * w for n, w in weights.items()})
+        return found["layer"]
 
-    def after_forward(layer, rows, output):
-        found["layer"] = layer
+    def watched(weights, *rows):
+        output = model(weights, *rows)
         found["rows"].append(rows[0].numpy())
         found["loss"].append(float(output.sum()))
+        return output
 
     def step(optimizer):
-        if not found["updates"]:
-            gradients = {name: w.grad for name, w in found["layer"].named_parameters()}
-            found.update(arrays_of("gradient", gradients))
-        found["updates"] += 1
+        slopes = arrays_of("gradient", {n: w.grad for n, w in found["layer"].named_parameters()})
+        found.update(slopes | found | {"rates": [*found["rates"], optimizer.get_lr()]})
         update(optimizer)
 
-    with patch.object(paddle.optimizer.SGD, "step", step):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(globals(), language_model=watched))
+        stack.enter_context(patch.object(paddle.optimizer.SGD, "step", step))
+        sent = stack.enter_context(patch.object(paddle.distributed, "broadcast", wraps=send))
         train(make_layer, batches, LEARNING_RATE)
+    found["sent"] = sum(call.args[0].size for call in sent.call_args_list)
     if paddle.distributed.is_initialized():  # not if it is alone
         paddle.distributed.barrier()  # rank 0 has the store in which all meet: it must not leave
-    last = dict(found.pop("layer").named_parameters())
-    return found | arrays_of("weight", last)
+    return arrays_of("weight", dict(found.pop("layer").named_parameters())) | found
 
 
 def watch_ranks(args):
@@ -346,7 +343,7 @@ def on_ranks(function, nproc, *args):
     for name in [*os.environ]:  # else spawn starts nothing: we would be a part of that other job
         if name.startswith("PADDLE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    backend = backend_for(nproc)
+    backend = "nccl" if get_places(nproc)[0].is_gpu_place() else "gloo"
     fork = backend == "gloo" and sys.platform == "linux"
     options = {"backend": backend, "start_method": "fork" if fork else "spawn"}
     with tempfile.TemporaryDirectory() as folder:
@@ -389,10 +386,8 @@ def read_arrays(path, stderr):
 def difference(one, other, *starts):
     """Return the largest relative difference of the first losses, and of arrays with such names."""
     names = [name for name in other if name.startswith(starts)]
-    pairs = [
-        (one["loss"][0], other["loss"][0]),
-        *((one.get(name, np.nan), other[name]) for name in names),
-    ]
+    pairs = [(one.get(name, np.nan), other[name]) for name in names]
+    pairs.append((one["loss"][0], other["loss"][0]))
     return float(np.max([np.max(abs(a - b)) / np.max(abs(b)) for a, b in pairs]))
 
 
@@ -407,15 +402,17 @@ def wrong_on_places(seen, places, alone, batches, limits):
     """Return what is wrong with the training on places: a list of sentences."""
     off, grown = differences(seen, alone)
     rows = [seen["rows"][n : n + len(places)] for n in range(0, len(seen["rows"]), len(places))]
-    right = [*map(id, seen["places"])] == [*map(id, places)] * len(rows)
-    merged = np.shape(seen["output"]) == np.shape(alone["output"])
-    merged = merged and np.allclose(seen["output"], alone["output"], rtol=100 * limits[0], atol=0)
+    pairs = zip(seen["places"], places * len(rows), strict=False)
+    own = all(home is place for homes, place in pairs for home in homes)
+    merged, right = (np.concatenate(found["outputs"]) for found in (seen, alone))
     rules = {
         f"a gradient of the places is off by {off:.2g}": off < limits[0],
         f"losses or last weights of the places are off by {grown:.2g}": grown < limits[1],
         "the places do not get a part of the rows each": not parts_are_wrong(rows, batches),
-        "a part runs on the place of another one": right,
-        "the outputs are not merged in the order of the rows": merged,
+        "a place has rows or weights of another one": own,
+        "the outputs are not those of one place, in the order of the rows": merged.shape
+        == right.shape
+        and np.allclose(merged, right, rtol=limits[1], atol=0),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
@@ -426,9 +423,11 @@ def wrong_on_ranks(ranks, alone, batches, limits):
     rows = [*zip(*(rank["rows"] for rank in ranks), strict=False)]
     names = [name for name in alone if name.startswith("weight_")]
     same = all((rank[name] == ranks[0][name]).all() for rank in ranks for name in names)
-    made = sorted({rank["updates"] for rank in ranks})
+    rates, numbers = [LEARNING_RATE] * len(batches), sum(alone[name].size for name in names)
+    updates = f"{len(batches)} updates with SGD and the rate {LEARNING_RATE}"
     rules = {
-        f"the workers make {made} updates with SGD, not {len(batches)}": made == [len(batches)],
+        f"not each worker makes {updates}": all(rank["rates"] == rates for rank in ranks),
+        "the weights are sent more than once": all(rank["sent"] <= numbers for rank in ranks),
         f"a gradient of the workers is off by {off:.2g}": off < limits[0],
         f"losses or last weights of the workers are off by {grown:.2g}": grown < limits[1],
         "the workers do not take a part of the rows each": not parts_are_wrong(rows, batches),
@@ -441,21 +440,16 @@ def differences(found, alone):
     """Return how far step 1 is from one place's, and how far all losses and last weights are."""
     if len(found["loss"]) != len(alone["loss"]):
         return np.nan, np.nan
-    off = difference(found, alone, "gradient_")
-    return off, max(difference(found, alone, "weight_"), loss_difference(found, alone))
+    losses = np.max(abs(np.array(found["loss"]) / alone["loss"] - 1))
+    return difference(found, alone, "gradient_"), max(difference(found, alone, "weight_"), losses)
 
 
-def loss_difference(one, other):
-    """Return the largest relative difference of two trainings' losses, over all steps."""
-    ours, theirs = np.array(one["loss"]), np.array(other["loss"])
-    return float(np.max(abs(ours - theirs) / theirs))
-
-
-def wrong_in_losses(args, losses, words):
-    """Return what is wrong with the losses of one place: a list of sentences."""
+def wrong_in_losses(args, losses, words, batches):
+    """Return what is wrong with the loss of one place: a list of sentences."""
     first, last = losses[0], np.mean(losses[-10:])
     short = args.steps < 20 or args.batch_size < 32  # too short to learn
     rules = {
+        "not all words count equally": all(np.ptp(b[2][b[2] > 0]) == 0 for b in batches),
         f"the first loss, {first:.3g}, is not log {words}": abs(first - np.log(words)) < 0.05,
         "it has not learned": short or last < first - 0.5,
     }
@@ -466,7 +460,7 @@ def wrong_in_tensorflow(theirs, alone, limits):
     """Return in what TensorFlow differs, if it is there: a list of sentences."""
     if theirs is None:
         return []
-    apart, grown = difference(alone, theirs, "gradient_"), loss_difference(alone, theirs)
+    apart, grown = differences(alone, theirs)
     rules = {
         f"TensorFlow's gradient is off by {apart:.2g}": apart < 1000 * limits[0],
         f"TensorFlow's losses are off by {grown:.2g}": grown < limits[1],
@@ -486,10 +480,10 @@ def main(args):
         theirs = tensorflow()
     wrong = wrong_on_places(seen, places, alone, batches, limits)
     wrong += wrong_on_ranks(ranks, alone, batches, limits)
-    wrong += wrong_in_losses(args, alone["loss"], len(weights["embedding"]))
+    wrong += wrong_in_losses(args, alone["loss"], len(weights["embedding"]), batches)
     wrong += wrong_in_tensorflow(theirs, alone, limits)
-    numbers = {"lesson": 8, "world_size": args.nproc, "backend": backend_for(args.nproc)}
-    numbers |= {"device": "gpu" if places[0].is_gpu_place() else "cpu"}
+    backend, device = ("nccl", "gpu") if places[0].is_gpu_place() else ("gloo", "cpu")
+    numbers = {"lesson": 8, "world_size": args.nproc, "backend": backend, "device": device}
     diff = np.max([difference(found, alone, "gradient_") for found in (seen, *ranks)]).item()
     numbers |= {"max_grad_diff": diff} | numbers_of(seen, theirs, alone, batches)
     report(numbers)
@@ -511,8 +505,9 @@ def numbers_of(seen, theirs, alone, batches):
 def report(numbers):
     """Print what a reader wants to know."""
     first, last = numbers["perplexity_first"], numbers["perplexity_last"]
-    steps = len(numbers["loss"][-10:])
-    print(f"perplexity {first:.0f} first, {last:.0f} in the last {steps} steps")
+    print(
+        f"perplexity {first:.0f} first, {last:.0f} in the last {len(numbers['loss'][-10:])} steps"
+    )
     apart = numbers["max_diff_to_tensorflow"]
     missing = "not compared: that needs tensorflow, and lesson 07's script in this folder"
     print("TensorFlow's loss and gradient:", missing if apart is None else f"within {apart:.1e}")
@@ -520,17 +515,14 @@ def report(numbers):
 
 def parse_args(argv=None):
     """Return the flags; a bad one costs one line and exit code 2, before anything is started."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.usage = argparse.SUPPRESS  # an error is one line
-    parser.allow_abbrev = False
-    places = {"type": whole(1, 64), "default": 2}
-    parser.add_argument("--nproc", **places, help="places, and workers, %(default)s")
-    parser.add_argument("--steps", type=whole(1, 10**6), default=20, help="%(default)s")
-    size = {"type": whole(1, 10**6), "default": 32}
+    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, **options)
     parser.add_argument(
-        "--batch-size", **size, help="sentences, of all places together, %(default)s"
+        "--nproc", type=whole(1, 64), default=2, help="places, workers, %(default)s"
     )
+    many = whole(1, 10**6)
+    parser.add_argument("--steps", type=many, default=20, help="%(default)s")
+    parser.add_argument("--batch-size", type=many, default=32, help="of all places, %(default)s")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
     kinds = {"choices": ("float32", "float64"), "default": "float64"}

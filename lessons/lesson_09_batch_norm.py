@@ -4,7 +4,7 @@ BatchNorm normalises with the mean and the variance of the rows that it is given
 its part of the batch, so N ranks use N means; averaging gradients does not mend that. Synchronised
 BatchNorm uses those of all rows: in the forward of each layer, a rank hands 2C + 1 numbers to the
 others (C is the number of channels), and in the backward 2C. The library's, nn.SyncBatchNorm,
-can't train on CPUs. This one is written by hand, and compared with one process that has all rows.
+can't train on CPUs in a process group. This one is written by hand, and compared with one process.
 
 Run it: bash scripts/lesson_09.sh --nproc 2
 
@@ -59,7 +59,7 @@ class NormaliseOverRanks(torch.autograd.Function):
         own = torch.cat([own_mean, own_squares, own_count])  # 2C + 1 numbers
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
-        means, squares, counts = torch.stack(everyone).tensor_split((len(own) // 2, -1), dim=1)
+        means, squares, counts = torch.stack(everyone).tensor_split((values.shape[1], -1), dim=1)
         count = counts.sum()
         if count < 2:  # on every rank, or on none
             raise ValueError("Expected more than 1 value per channel on all ranks together")
@@ -118,9 +118,9 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
 def train(model, batches):
     """Train on all ranks; `batches` are (rows, targets), this rank's part of each batch.
 
-    Parts of a batch may have different sizes; all ranks have as many of them.
+    Parts of a batch may have different sizes; the number of batches is the same on all ranks.
     """
-    # Buffers begin and stay equal: none is sent. (The switch's older name is broadcast_buffers.)
+    # Wrapping sends rank 0's buffers. As they then stay equal, no forward has to send them.
     replica = DistributedDataParallel(model, forward_sync_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for rows, targets in batches:
@@ -244,8 +244,8 @@ class Witness:
         with self.messages:
             training(*args)
         handle.remove()
-        seen = {"used": self.used, "sent": self.sent, "steps": self.steps}
-        return seen | {"state": state_of(self.model)}
+        sent = [*self.sent, self.messages.calls]  # the last is what comes after the last update
+        return {"used": self.used, "sent": sent, "steps": self.steps, "state": state_of(self.model)}
 
 
 def to_rank_0(value):
@@ -371,6 +371,7 @@ CASES = {
     "no row on rank 0": ({}, (4,), F64, 1, 0, 1e-10),
     "images (n, C, h, w)": ({}, (4, 3, 2), F64, 1, 20, 1e-10),
     "signals (n, C, length)": ({}, (4, 3), F64, 1, 20, 1e-10),
+    "videos (n, C, time, h, w)": ({}, (4, 2, 3, 2), F64, 1, 5, 1e-10),
     "eps=0.1, momentum=0.3": ({"eps": 0.1, "momentum": 0.3}, (4,), F64, 1, 3, 1e-10),
     "momentum=None": ({"momentum": None}, (4,), F64, 1, 3, 1e-10),
     "one row on rank 0, affine=False": ({"affine": False}, (4,), F64, 1, 1, 1e-10),
@@ -387,9 +388,9 @@ def use(layer, batches, weights, later):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += torch.arange(4, device=later.device)
-    for inputs in batches:
-        inputs = inputs.clone().requires_grad_()
-        outputs = layer(inputs)
+        layer(batches[0])  # in training, this counts without gradients, too
+    inputs = batches[1].clone().requires_grad_()
+    outputs = layer(inputs)
     outputs.backward(weights)
     seen = {"outputs": outputs.detach(), "gradient of the inputs": inputs.grad}
     seen["gradient of the parameters"] = flat(parameter.grad for parameter in layer.parameters())
@@ -422,14 +423,14 @@ def see_case(place, name, kind):
     return use(layer, (one[mine], two[mine]), weights[mine], later)
 
 
-def wrong_in_case(name, everyone):
-    """Return how the ranks differ from BatchNorm in one process in this case: a list."""
-    options, shape, dtype, *_, tolerance = CASES[name]
+def off_in_case(name, everyone):
+    """Return how far the ranks are from BatchNorm in one process in this case: {what: how far}."""
+    options, shape, dtype, *_ = CASES[name]
     one, two, later, weights = make_case(name, len(everyone))[0].double()
-    kind = nn.BatchNorm1d if len(shape) < 3 else nn.BatchNorm2d
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(shape) - 1]
     right = use(kind(4, **options).double(), (one, two), weights, later)
-    found = {seen["outputs"].dtype for seen in everyone}
-    wrong = [] if found == {dtype} else [f"{name}: the outputs are in {found.pop()}"]
+    same = {seen["outputs"].dtype for seen in everyone} == {dtype}
+    off = {"type of the outputs": 0.0 if same else math.inf}
     for what, wanted in right.items():
         theirs = [seen[what] for seen in everyone]
         if what in ("outputs", "gradient of the inputs"):
@@ -437,9 +438,8 @@ def wrong_in_case(name, everyone):
         elif what == "gradient of the parameters":
             theirs = [sum(theirs)]  # DDP's work
         size = max(1.0, apart(wanted, torch.zeros_like(wanted)))
-        off = max_of([apart(part, wanted) for part in theirs]) / size
-        wrong += [f"{name}: {what} off by {off:.2g}"] * (not off <= tolerance)
-    return wrong
+        off[what] = max_of([apart(part, wanted) for part in theirs]) / size
+    return off
 
 
 def facts_of(found, args, world_size):
@@ -477,24 +477,23 @@ def kept_by_hand(way, everyone):
     return kept
 
 
-def not_whole(calls):
-    """Return how many numbers each collective had. DDP's whole numbers, its own, are left out."""
-    return [count for dtype, count in calls if dtype not in (torch.int32, torch.int64)]
-
-
 def wrong_in_sent(everyone):
     """Return what is wrong with what the ranks hand in, as one sentence in a list, or none."""
-    model = make_model(nn.BatchNorm1d, 0)
-    channels, parameters = 8, flat(model.parameters()).numel()
+    ints, channels = (torch.int32, torch.int64), 8
+    parameters = flat(make_model(nn.BatchNorm1d, 0).parameters()).numel()
     usual = [2 * channels + 1, 2 * channels, parameters]  # the layer's two; and gradients, by DDP
-    wrapping = [parameters + 2 * channels]  # once, DDP sends parameters and running statistics
+    # Wrapping, DDP sends the model. In two steps it also sends whole numbers, which are left out;
+    # later the only one is `train`'s count.
+    wanted = [parameters + 2 * channels, *usual], usual, [1, *usual]
     for seen in everyone:
-        for step, calls in enumerate(seen["sent"]):
-            wanted = usual if step else wrapping + usual
-            if not_whole(calls) != wanted:
-                return [f"in step {step + 1}, a rank hands in {not_whole(calls)}, not {wanted}"]
-        if seen["sent in evaluation"]:
-            return [f"{len(seen['sent in evaluation'])} collectives in evaluation"]
+        *steps, after = seen["sent"]
+        for step, calls in enumerate(steps):
+            sent = [n for dtype, n in calls if step > 1 or dtype not in ints]
+            right = wanted[min(step, 2)]
+            if sent != right:
+                return [f"in step {step + 1}, a rank hands in {sent}, not {right}"]
+        if after or seen["sent in evaluation"]:
+            return [f"collectives after training: {after + seen['sent in evaluation']}"]
     return []
 
 
@@ -523,7 +522,9 @@ def examine(everyone, args):
     facts = facts_of(found, args, len(everyone))
     wrong = wrong_in_facts(facts, found, args.steps) + wrong_in_sent(found["synchronised"])
     for name in CASES:
-        wrong += wrong_in_case(name, [theirs[name] for theirs in everyone])
+        off = off_in_case(name, [theirs[name] for theirs in everyone])
+        worst = [what for what in off if not off[what] <= CASES[name][-1]]
+        wrong += [f"{name}: {what} off by {off[what]:.2g}" for what in worst]
     return facts, wrong
 
 
@@ -534,7 +535,7 @@ def main(args):
     seen = {way: see_plain(way, args, place) for way in alone}
     seen |= {way: see_plain(way, args, place) for way in ("DDP", "DDP, buffers not sent")}
     seen["synchronised"] = see_synchronised(args, place, SynchronisedBatchNorm)
-    if device.type == "cuda":  # it can't train on CPUs
+    if device.type == "cuda":  # on CPUs, it can't train in a group
         seen["nn.SyncBatchNorm"] = see_synchronised(args, place, nn.SyncBatchNorm)
     seen |= {name: see_case(place, name, SynchronisedBatchNorm) for name in CASES}
     everyone = to_rank_0(seen)
@@ -555,9 +556,8 @@ def main(args):
 def report(numbers):
     """Print the means that each way has used and kept, rank by rank."""
     world_size = numbers["world_size"]
-    print(
-        f"{world_size} ranks over {numbers['backend']} on {numbers['device']}; one channel's mean:"
-    )
+    place = f"{numbers['backend']} on {numbers['device']}"
+    print(f"{world_size} ranks over {place}; one channel's mean:")
     width = max(18, 7 * world_size + 4)
     print(f"{'':23}{'used in step 1':{width}}kept after the last step")
     for way, used in numbers["used"].items():

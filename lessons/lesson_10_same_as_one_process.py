@@ -2,7 +2,7 @@
 
 One process takes a whole batch and the mean loss over its tokens. N ranks cut the batch, each
 cuts its part into micro-batches, and backward() adds up. After each update both must hold the
-same parameters. Each condition for that is also removed once, and the damage is measured.
+same parameters. Eleven conditions for that are also removed, one at a time: what does each spoil?
 
 Run it:     bash scripts/lesson_10.sh --nproc 2 [--micro-batches 4]
 Or alone:   python lessons/lesson_10_same_as_one_process.py    (a world of one)
@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # --- The technique ---
 
@@ -122,9 +123,8 @@ def numbers_of(texts):
 
 def mask_of_text(texts):
     """Return a dropout mask of 0 and 2 that depends on the text, and on no rank."""
-    masks = [
-        torch.rand(9, 5, generator=torch.Generator().manual_seed(n)) for n in numbers_of(texts)
-    ]
+    random = [torch.Generator().manual_seed(number) for number in numbers_of(texts)]
+    masks = [torch.rand(9, 5, generator=generator) for generator in random]
     return 2.0 * (torch.stack([torch.empty(9, 5), *masks])[1:] < 0.5).to(texts.device)
 
 
@@ -158,7 +158,8 @@ def from_all_ranks(value):
     return everyone
 
 
-CONDITIONS = 11
+# What is wrong first, when each of the eleven conditions is removed.
+SPOILED = ["texts"] * 3 + ["gradients"] * 6 + ["updates", "gradients"]
 
 
 def one_process(args, data, mask=None, loss=None):
@@ -185,21 +186,21 @@ def one_process(args, data, mask=None, loss=None):
 
 
 class Calls(TorchDispatchMode):
-    """Writes down the names of this process's collectives; it makes each operation slower."""
+    """Writes down this process's collectives and their bytes; it makes each operation slower."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.names.append(function.overloadpacket.__name__)
+        if "c10d" in function.namespace:  # PyTorch has two libraries of collectives
+            sent = sum(leaf.nbytes for leaf in tree_leaves(args) if torch.is_tensor(leaf))
+            self.names.append(f"{function.overloadpacket.__name__} {sent}")
         return function(*args, **(kwargs or {}))
 
 
 def watch(replica, calls):
-    """Return a list of (texts, gradient, parameters, bytes, collectives) of each update, and what
-    ends it."""
+    """Return a list of each update's (texts, gradient, parameters, bytes, calls), and its end."""
     seen, now, sent = [], [], []
 
     def before_forward(_, inputs):
@@ -241,6 +242,17 @@ def distance(everyone, alone, part=2):
     right = torch.stack([step[part] for step in alone])
     theirs = [torch.stack([step[part] for step in seen]) for seen in everyone]
     return torch.stack([(one - right).abs().max() for one in theirs]).max().item()
+
+
+def spoiled(everyone, alone):
+    """Return what first differs from the one process: texts, gradients, updates, or nothing."""
+    for *steps, right in zip(*everyone, alone, strict=False):
+        if sorted(chain(*(step[0] for step in steps))) != right[0]:
+            return "texts"
+        for part, name in ((1, "gradients"), (2, "updates")):
+            if not all((step[part] - right[part]).abs().max() < 1e-12 for step in steps):
+                return name
+    return "nothing"
 
 
 def step_with(weight_of=None, sends=None):
@@ -288,10 +300,7 @@ def removals(rank):
 
 
 def keep_apart(args, data, alone, kept):
-    """Return {condition: (how far off if it is kept, one process)}; `kept` is the usual distance.
-
-    Three conditions are kept in a way of their own, or compared with another process.
-    """
+    """Return {condition: (how far off if it is kept, one process)}; `kept`: how far off mostly."""
     by_row = one_process(args, data, mask=mask_of_text)
     of_seed, by_text = ranks(args, data, seed=dist.get_rank()), ranks(args, data, mask=mask_of_text)
     return dict.fromkeys(removals(0), (kept, alone)) | {
@@ -302,27 +311,23 @@ def keep_apart(args, data, alone, kept):
 
 
 def remove_each(args, data, kept):
-    """Return {condition: [how far off if it is kept, if it is removed]}."""
-    return {
-        name: [kept[name][0], distance(ranks(args, data, **changes), kept[name][1])]
-        for name, changes in removals(dist.get_rank()).items()
-    }
+    """Return {condition: [how far off if it is kept, if it is removed]}, and {it: wrong first}."""
+    found, first = {}, {}
+    for name, changes in removals(dist.get_rank()).items():
+        everyone, (off, alone) = ranks(args, data, **changes), kept[name]
+        found[name] = [off, distance(everyone, alone)]
+        first[name] = spoiled(everyone, alone)
+    return found, first
 
 
 def wrong_in_training(everyone, alone, micro_batches):
-    """Return what is wrong with the rows, the gradients and the bytes: a list of sentences."""
-    by_step = zip(*everyone, strict=False)
-    rows = [sorted(chain(*(step[0] for step in steps))) for steps in by_step]
-    gap, moved = distance(everyone, alone, 1), distance(everyone, alone)
-    size = 8 * len(alone[0][2])
+    """Return what is wrong with the training, and with what is sent: a list of sentences."""
+    first, off, size = spoiled(everyone, alone), distance(everyone, alone), 8 * len(alone[0][2])
     rules = {
-        "the texts are not those of one process, once each": rows == [a[0] for a in alone],
-        f"a gradient is off by {gap:.2g}": gap < 1e-12,
-        f"an update is off by {moved:.2g}": moved < 1e-12,
+        f"wrong first: {first}, off by {off:.2g}": first == "nothing" and off < 1e-12,
         "the ranks' parameters differ": distance(everyone, everyone[0]) == 0,
-        f"an update does not cost {size} bytes": {s[3] for s in chain(*everyone)} == {size},
         "an update is not: count, all micro-batches forward, send the gradient": all(
-            step[4] == ["allreduce_", *["forward"] * micro_batches, "allreduce_"]
+            step[4] == ["allreduce_ 8", *["forward"] * micro_batches, f"allreduce_ {size}"]
             for step in chain(*(seen[2:] for seen in everyone))  # DDP tells its buckets before
         ),
     }
@@ -334,16 +339,14 @@ def wrong_in_pieces(texts):
     first, world_size = 2**24 + 1, dist.get_world_size()  # more than float32 can hold
     counted = count_everywhere(first + dist.get_rank(), texts.device)
     right = sum(range(first, first + world_size))
-    orders = [
-        deal(35, epoch, 35, 0, 1, seed)[0].tolist() for seed in (0, 50) for epoch in range(50)
-    ]
+    orders = [deal(35, e, 35, 0, 1, seed)[0].tolist() for seed in (0, 50) for e in range(50)]
     masks = from_all_ranks(mask_of_process(texts).flatten().tolist())
-    tried = len(removals(dist.get_rank()))
     rules = {
-        f"{tried} conditions are tried, not {CONDITIONS}": tried == CONDITIONS,
+        f"not {len(SPOILED)} conditions are tried": len(removals(0)) == len(SPOILED),
         f"the ranks count {counted:.0f}, not {right}": counted == right,
-        "an order comes twice, in another epoch or with another seed": not_twice(orders),
+        "in 50 epochs with seed 0 and 50 with seed 50 an order comes twice": not_twice(orders),
         "two ranks draw the same dropout masks": not_twice(masks),
+        "two texts have the same mask": not_twice(mask_of_text(texts).tolist()),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
@@ -355,11 +358,9 @@ def not_twice(values):
 
 def report(numbers, micro_batches):
     """Print what a reader wants to know."""
-    where = f"over {numbers['backend']} on {numbers['device']}"
-    print(
-        f"{numbers['world_size']} ranks {where}, {numbers['rows_per_step']} texts in a step", end=""
-    )
-    print("; parameters off by, if kept, and if removed:")
+    where, texts = f"over {numbers['backend']} on {numbers['device']}", numbers["rows_per_step"]
+    print(f"{numbers['world_size']} ranks {where}, {texts} texts in a step", end="; ")
+    print("parameters off by, if kept, and if removed:")
     for name, (kept, removed) in numbers["off"].items():
         print(f"{name:34} {kept:7.1e} {removed:7.3g}")
     once, always = numbers["bytes"]
@@ -367,14 +368,13 @@ def report(numbers, micro_batches):
     print(f"{once} with no_sync, {always} without")
 
 
-def wrong_in_removals(off, world_size):
+def wrong_in_removals(off, first):
     """Return what is wrong with the damage of removed conditions: a list of sentences."""
-    limit = 1e-6 if world_size > 1 else -1  # one rank has no other to differ from
     wrong = []
-    for name, (_, removed) in off.items():
-        if not removed > limit:
-            wrong.append(f"{name}: if removed, off by {removed:.2g}")
-    if world_size > 1 and not not_twice([removed for _, removed in off.values()]):
+    for (name, (_, removed)), wanted in zip(off.items(), SPOILED, strict=True):
+        if first[name] != wanted or not removed > 1e-6:
+            wrong.append(f"{name}: if removed, off by {removed:.2g}; wrong first: {first[name]}")
+    if not not_twice([removed for _, removed in off.values()]):
         wrong.append("two conditions do the same damage: are they one?")
     return wrong
 
@@ -401,8 +401,8 @@ def main(args):
         wrong = [f"{name}: off by {gap:.2g}" for name, (gap, _) in kept.items() if not gap < 1e-12]
     if not wrong:
         always = ranks(args, data, train_step=step_with(sends=lambda number: True))
-        off = remove_each(args, data, kept)
-        wrong = list(chain(*from_all_ranks(wrong_in_removals(off, world_size))))
+        off, first = remove_each(args, data, kept)
+        wrong = wrong_in_removals(off, first) if world_size > 1 else []
     change = alone[-1][2] - vector(Model(args.seed, device).parameters())
     numbers = {"lesson": 10, "world_size": world_size, "backend": dist.get_backend()}
     numbers |= {"device": device.type, "rows_per_step": args.batch_size, "off": off}

@@ -1,7 +1,6 @@
 """Lesson 08: Paddle with several places in one process, and with one process per place.
 
-Paddle is never imported here, nor is the lesson: frameworks that share a process can crash. What
-needs it runs in a few processes of its own, where Paddle's ranks are forks.
+Neither Paddle nor the lesson is imported here: frameworks that share a process can crash.
 """
 
 import json
@@ -14,36 +13,31 @@ import pytest
 from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT
 
-WEIGHTS = ["embedding", "kernel_1", "bias_1", "kernel_2", "bias_2", "softmax_kernel"]
-WEIGHTS += ["softmax_bias"]
-WORDS = [f"word{letter}" for letter in "abcdefghijklmnop"]
-
-SPLIT = "np.array_split(array, len(places)) for array"
+COPIES = "{name: paddle.to_tensor(w, stop_gradient=False) for name, w in weights.items()}\n"
+ONE = f"copies if number else {COPIES}        [w.clear_grad() for w in copies.values()]\n"
 MASTER = "        weights = {name: w - rate * gradients[name] for name"
-DEALT = "np.array_split(array, world_size)[rank]"
+LOSS = "loss = replica(*mine).sum() * world_size"
+ALL_ROWS = "replica(*mine); loss = layer(*map(paddle.to_tensor, batch)).sum()"
+CLEAR = "optimizer.clear_grad()"
+SENT = f"{CLEAR}; [paddle.distributed.broadcast(w, 0) for w in layer.parameters()]"
 
 BREAKS = {
-    "every place gets all rows": (SPLIT, "[array] * len(places) for array"),
-    "parts of other sizes": (SPLIT, "np.split(array, range(1, len(places))) for array", (2,)),
-    "only the first place works": ("enumerate(places):", "enumerate(places[:1]):", (2,)),
-    "all parts on the first place": ("paddle.set_device(place)", "paddle.set_device(places[0])"),
+    "parts of other sizes": ("array_split(array, len(places))", "split(array, [1])", (2,)),
+    "all rows on the first place": ("part[number])", "part[number], place=places[0])", (2,)),
+    "all weights on it": (COPIES, COPIES.replace("(w,", "(w, place=places[0],"), (3,)),
+    "one copy of the weights": (COPIES, ONE, (2,)),
     "gradients of places are averaged": ("copy.grad.numpy()", "copy.grad.numpy() / len(places)"),
-    "a mean for each place": ("output.sum().backward()", "output.mean().backward()"),
+    "a mean for each place": ("output.sum().backward()", "output.mean().backward()", (3,)),
     "outputs in another order": ("concatenate(outputs),", "concatenate(outputs[::-1]),", (2,)),
-    "the rate times places": (MASTER, MASTER.replace("rate", "len(places) * rate"), (2,)),
-    "only the last two weights": (MASTER, MASTER.replace("]", "] * (name[:7] == 'softmax')"), (2,)),
-    "the master keeps its weights": (MASTER, MASTER.replace("weights", "_"), (2,)),
-    "every worker takes all rows": (DEALT, "array"),
-    "all workers take the same part": (DEALT, DEALT.replace("[rank]", "[0]"), (2,)),
+    "only the last two weights": (MASTER, MASTER.replace("]", "] * (name[:7] == 'softmax')"), (3,)),
+    "every worker computes all rows": (LOSS, ALL_ROWS, (3,)),
     "the loss is not scaled": (".sum() * world_size  # because", ".sum()  # because"),
-    "each worker divides by its own words": ("sum() * world_size", "sum() / mine[2].sum()"),
-    "no DataParallel": ("paddle.DataParallel(layer)", "layer"),
-    "the layer is called past DataParallel": ("replica(*mine)", "layer(*mine)"),
-    "no clear_grad": ("optimizer.clear_grad()", "pass"),
-    "the rate times workers": ("SGD(rate, ", "SGD(rate * world_size, ", (2,)),
-    "another optimizer": ("SGD(rate, layer", "Adam(rate, parameters=layer", (2,)),
-    "one worker leaves out an update": ("optimizer.step()  #", "rank or optimizer.step()  #", (2,)),
-    "divided by the padded length": ("mask / mask.sum()", "mask / mask.size", (2,)),
+    "each worker divides by its own words": ("sum() * world_size", "sum() / mine[2].sum()", (2,)),
+    "no DataParallel": ("paddle.DataParallel(layer)", "layer", (3,)),
+    "no clear_grad": (CLEAR, "pass", (2,)),
+    "the weights are sent in each step": (CLEAR, SENT, (2,)),
+    "the rate times workers": ("SGD(rate, ", "SGD(rate * world_size, ", (3,)),
+    "a mean for each sentence": ("mask.sum())", "mask.sum(1, keepdims=True) / len(mask))", (2,)),
 }
 
 
@@ -51,8 +45,9 @@ BREAKS = {
 def text(tmp_path_factory):
     """Return a folder with a text of short sentences, in the files that --data-dir reads."""
     folder, generator = tmp_path_factory.mktemp("a text"), np.random.default_rng(0)
+    words = [f"word{letter}" for letter in "abcdefghijklmnop"]
     for part in ("train", "valid", "test"):
-        lines = [" ".join(generator.choice(WORDS, 2 + number % 5)) for number in range(40)]
+        lines = [" ".join(generator.choice(words, 2 + number % 5)) for number in range(40)]
         (folder / f"ptb.{part}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -60,10 +55,7 @@ def text(tmp_path_factory):
 @pytest.mark.needs("paddle")
 @pytest.mark.claim("D5", "D13")
 def test_each_break_ends_in_fail(text):
-    check_breaks(8, BREAKS, (2, 3), "--steps", 3, "--batch-size", 7, "--data-dir", text)
-
-
-# --- The whole script ---
+    check_breaks(8, BREAKS, (2, 3), "--steps", 2, "--batch-size", 7, "--data-dir", text)
 
 
 @pytest.mark.needs("paddle", "tensorflow")
@@ -76,8 +68,9 @@ def test_default_run_trains_as_tensorflow_does(default_run):
     assert 0 < facts["max_grad_diff"] < 1e-12 and 0 < facts["max_diff_to_tensorflow"] < 1e-9
     assert 1900 < facts["perplexity_first"] < 2100  # 2,000 words, none of them known better
     assert facts["perplexity_last"] < facts["perplexity_first"] / 2
-    assert facts["tokens_per_second"] > 0 and len(facts["loss"]) == 20
-    assert facts["loss"] == pytest.approx(facts["loss_tensorflow"], rel=1e-9)
+    assert len(facts["loss"]) == 20 and facts["loss"] == pytest.approx(
+        facts["loss_tensorflow"], rel=1e-9
+    )
 
 
 # --- What a process with Paddle measures: one for all tests that follow ---
@@ -177,9 +170,8 @@ print(json.dumps(facts))
 def facts(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("temporary files")
     command = [sys.executable, "-c", MEASURE, text]
-    environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    ran = subprocess.run(command, timeout=200, start_new_session=True, **options)
+    options = {"cwd": ROOT, "env": ENVIRONMENT | {"TMPDIR": str(folder)}, "start_new_session": True}
+    ran = subprocess.run(command, timeout=200, capture_output=True, text=True, **options)
     assert ran.returncode == 0, ran.stderr
     left = [path for path in folder.iterdir() if path.name.startswith("tmp")]
     return json.loads(ran.stdout.splitlines()[-1]) | {"left": left}
@@ -194,7 +186,6 @@ def test_bad_values_cost_one_line(facts):
 @pytest.mark.needs("paddle")
 @pytest.mark.claim("D5")
 def test_other_numbers_of_places_and_unequal_parts_pass(facts):
-    """Whatever another job has exported: the variables of one are there when these run."""
     assert [passed for passed, _ in facts["runs"]] == [True] * 2, facts["runs"]
 
 
@@ -221,8 +212,8 @@ def test_fluid_is_gone_and_without_gpus_all_places_are_the_cpu(facts):
 @pytest.mark.needs("paddle")
 @pytest.mark.claim("D13")
 def test_the_paddle_programs_early_return_and_stopped_gradient_are_no_errors(facts):
-    assert facts["one_layer"] == [name for name in WEIGHTS if name[-1] != "2"]
-    assert facts["stopped"] == []
+    left = ["embedding", "kernel_1", "bias_1", "softmax_kernel", "softmax_bias"]
+    assert facts["one_layer"] == left and facts["stopped"] == []
     trained, stopped = facts["static"]  # Fluid's programs were static graphs
     assert trained[2] < trained[0] and stopped[2] == stopped[0]
 
@@ -231,12 +222,11 @@ def test_the_paddle_programs_early_return_and_stopped_gradient_are_no_errors(fac
 @pytest.mark.needs("paddle")
 @pytest.mark.claim("D11")
 def test_paddle_sees_only_the_devices_of_the_variable():
-    count = "import paddle; print(paddle.device.cuda.device_count())"
-    command, seen = [sys.executable, "-W", "ignore", "-c", count], {}
+    code = "import paddle; print(paddle.device.cuda.device_count())"
+    command, seen = [sys.executable, "-W", "ignore", "-c", code], {}
     for devices in ("", "0"):
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True)
-        seen[devices] = run.stdout.split()[-1]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+        seen[devices] = subprocess.check_output(command, env=environment, text=True).split()[-1]
     if seen["0"] == "0":
         pytest.skip("needs a GPU build of Paddle")
     assert seen == {"": "0", "0": "1"}
@@ -248,21 +238,17 @@ PROJECT = """
 rows = np.random.default_rng(0).normal(size=(60, 9, 3)).astype("float32")
 batches = list(zip(rows, rows @ np.array([[1], [2], [3]], "float32"), strict=True))
 
-
 class Fit(paddle.nn.Linear):
     def forward(self, rows, answers):
         return ((super().forward(rows) - answers) ** 2).sum(1) / 9
 
-
 def body(weights, rows, answers):
     return ((rows @ weights["w"] - answers) ** 2).sum(1) / 9
-
 
 def work():
     layer = train(lambda: Fit(3, 1, bias_attr=False), batches, 0.1)
     weight = layer.weight.numpy().flatten().round(2).tolist()
     Path(f"rank_{paddle.distributed.get_rank()}").write_text(str(weight))
-
 
 if __name__ == "__main__":
     paddle.distributed.spawn(work, nprocs=2, backend="gloo", start_method="fork")

@@ -22,20 +22,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SEND = """        with contextlib.nullcontext() if last else replica.no_sync():  # the forward, too
             (loss_sum(replica(inputs), targets) * weight).backward()  # the last one sends
 """
-OUTSIDE = """        loss = loss_sum(replica(inputs), targets) * weight
-        with contextlib.nullcontext() if last else replica.no_sync():
-            loss.backward()
-"""
 LATE = """        loss = loss_sum(replica(inputs), targets) * weight
         replica.require_backward_grad_sync = last
         loss.backward()
 """
 COUNT = "sum(int((targets != -100).sum()) for _, targets in micro_batches)"
 LOSSES = '        "losses divided": {"train_step": step_with(lambda count, parts: 1 / count)},\n'
-BEGIN = (
-    "    optimizer.zero_grad()\n    for number, (inputs, targets) in enumerate(micro_batches, 1)"
-)
-
+REDUCE, OTHER = "dist.all_reduce(total)", "torch.distributed._functional_collectives"
 SHARE, SCALE = "batch[rank::world_size] for", "weight = dist.get_world_size() / total"
 LAST, SPLIT = "last = number == len(micro_batches)", "tensor_split(micro_batches)"
 SENT = SEND.splitlines(keepends=True)[1]
@@ -44,33 +37,26 @@ MASKED, ALWAYS = "ranks(args, data, mask=mask_of_text)", "contextlib.nullcontext
 BREAKS = {
     "all ranks take the same rows": (SHARE, "batch[::world_size] for"),
     "a row comes twice": (SHARE, "torch.cat([batch, batch[-1:]])[rank::world_size] for"),
-    "no new order": ("manual_seed(seed + epoch)", "manual_seed(seed)"),
-    "an order for each rank": ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + rank)"),
     "the same orders with each seed": ("manual_seed(seed + epoch)", "manual_seed(epoch)"),
     "four orders": ("manual_seed(seed + epoch)", "manual_seed(seed + epoch % 4)"),
     "the epoch never grows": ("epoch += 1\n\n\n# --- The proof", "pass\n\n\n# --- The proof"),
     "a mean where a sum belongs": ('targets.flatten(), reduction="sum")', "targets.flatten())"),
     "padding is counted": (COUNT, "sum(targets.numel() for _, targets in micro_batches)"),
-    "one micro-batch is counted": (COUNT, "int((micro_batches[0][1] != -100).sum())"),
-    "each rank counts its own": ("dist.all_reduce(total)", "total *= dist.get_world_size()"),
-    "rank 0 alone has the count": ("dist.all_reduce(total)", "dist.reduce(total, 0)"),
-    "counted in bfloat16": (
-        "dtype=torch.float64, device=device)  # e",
-        "dtype=torch.bfloat16)  # e",
-    ),
+    "each rank counts its own": (REDUCE, "total *= dist.get_world_size()"),
+    "counted in bfloat16": ("float64, device=device)  # e", "bfloat16)  # e"),
+    "nine counts are sent": (REDUCE, f"total = total.repeat(9); {REDUCE}; total = total[0]"),
     "DDP's division is forgotten": (SCALE, "weight = 1 / total"),
     "2 ranks, always": (SCALE, "weight = 2 / total", (3,)),
     "losses are not divided": (SCALE, SCALE.replace("=", "= len(micro_batches) *")),
     "no no_sync": (SEND, SEND.replace(f"{ALWAYS} if last else replica.no_sync()", ALWAYS)),
-    "the forward outside of no_sync": (SEND, OUTSIDE),
     "the flag after the forward": (SEND, LATE),
     "sent one too early": (LAST, f"{LAST} - 1"),
     "nobody sends": (LAST, "last = False"),
-    "gradients pile up": (BEGIN, BEGIN.partition("\n")[2]),
+    "gradients pile up": (f"{SCALE}\n    optimizer.zero_grad()", SCALE),
     "an update after each micro-batch": ("sends\n    optimizer.st", "sends\n        optimizer.st"),
     "an all-reduce of one's own": (
         SENT,
-        f"{SENT}            dist.all_reduce(torch.ones(9, device=targets.device))\n",
+        f"{SENT}            {OTHER}.all_reduce(torch.ones(9), 'sum', dist.group.WORLD)\n",
     ),
     "the batch is not cut": (SPLIT, "tensor_split(1)"),
     "a micro-batch is left out": (SPLIT, f"{SPLIT}[:-1]"),
@@ -78,13 +64,10 @@ BREAKS = {
     "first weights are not sent": ("(model, init_sync=init_sync)", "(model, init_sync=False)"),
     "dropout from the process": (MASKED, MASKED.replace("text", "process")),
     "a condition is not tried": (LOSSES, ""),
-    "one dropout seed for all": (
-        "manual_seed(args.seed + dist.get_rank())",
-        "manual_seed(args.seed)",
-    ),
+    "one dropout seed for all": ("args.seed + dist.get_rank()", "args.seed"),
     "no dropout": (DROPOUT, DROPOUT.replace("nn.functional.dropout", "")),
-    "one removal for all": ("ranks(args, data, **changes)", "ranks(args, data, rate=0.1)"),
-    "what is removed is still there": ('{"rate": 0.3 * (1 + rank)}', '{"rate": 0.3}'),
+    "no dropout by text": ("return 2.0 * (torch.stack", "return 1 + 0 * (torch.stack"),
+    "another removal": (LOSSES, '        "losses divided": {"rate": 1},\n'),
 }
 
 
@@ -98,7 +81,7 @@ def test_each_break_ends_in_fail(nproc):
 def test_default_run(default_run):
     facts = default_run(10).json
     assert (facts["lesson"], facts["world_size"], facts["backend"]) == (10, 2, "gloo")
-    assert len(facts["off"]) == lesson.CONDITIONS
+    assert len(facts["off"]) == len(lesson.SPOILED) == 11
     assert all(kept < 1e-12 < 0.001 < removed for kept, removed in facts["off"].values())
     assert facts["bytes"] == [640, 1920] and facts["param_change"] > 0.1
     assert facts["rows_per_step"] == 16

@@ -82,6 +82,7 @@ def test_two_launchers_make_one_job(default_run):
         assert {(pair["met_at"], pair["caller"] > 1) for pair in between} == {("127.0.0.2", True)}
 
 
+@pytest.mark.slow
 @pytest.mark.claim("E13")
 def test_the_launcher_of_2019_works_too(lesson_run):
     finished = lesson_run(14, "--nproc", 3, "--launcher", "launch")

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import lesson_08_paddle_parallel_do as lesson
 import numpy as np
@@ -19,7 +20,7 @@ def check_gradient_of_means(guess):
         return None
     if abs(guess - 4.5) < 1e-9:
         return "that would be the mean over all rows; but a place knows only its own"
-    if abs(guess - gradient_of_means / 3) < 0.01:
+    if min(abs(guess - gradient_of_means / 3), abs(guess - gradient_of_means / 10)) < 0.01:
         return "what does the master do with the gradients of the places: is it a mean?"
     return "write down what each place returns for w = 1, and who does what with the three"
 
@@ -29,32 +30,73 @@ def check_gradient_of_means(guess):
 
 def parallel_do_at_once(body, places, weights, *inputs):
     """Do what parallel_do does, with a thread for each place; each has copies of its own."""
-    parts = zip(*(np.array_split(array, len(places)) for array in inputs), strict=True)
+    parts = [np.array_split(array, len(places)) for array in inputs]
 
-    def work(place, part):
-        return lesson.parallel_do(body, [place], weights, *part)
+    def work(number):
+        place = places[number]  # not set_device: that is for the whole process
+        mine = [paddle.to_tensor(part[number], place=place) for part in parts]
+        copies = {
+            name: paddle.to_tensor(w, place=place, stop_gradient=False)
+            for name, w in weights.items()
+        }
+        output = body(copies, *mine)
+        output.sum().backward()
+        return output.numpy(), {name: copy.grad.numpy() for name, copy in copies.items()}
 
     with ThreadPoolExecutor(len(places)) as pool:
-        answers = list(pool.map(work, places, parts))  # in the order of the places; raises errors
+        answers = list(pool.map(work, range(len(places))))  # in their order; raises errors
     outputs, gradients = zip(*answers, strict=True)
     return np.concatenate(outputs), {n: sum(found[n] for found in gradients) for n in weights}
 
 
-def make_body(count):
+def make_body(count, late, look=lambda *tensors: None):
     """Return a body that waits until `count` of them run; the first places are the slowest.
 
-    Each changes its copy of the weights before it uses it: nobody else may see that.
+    Each changes its copy of the weights before it uses it: nobody else may see that. If the
+    backward passes do not run at the same time, `late` gets a line.
     """
     gate = threading.Barrier(count)
 
+    def meet(gradient):
+        try:
+            gate.wait(3)
+        except threading.BrokenBarrierError:  # an error may not leave a hook
+            late.append("forward they run at the same time, but backward one after the other")
+
     def body(copies, rows, number):
+        look(float(number.min()), *copies.values(), rows, number)
         gate.wait(3)
         copies["w"].set_value(copies["w"].detach() + 1)
+        copies["w"].register_hook(meet)
         gate.wait(3)
         time.sleep(0.4 / (1 + float(number.min())))
         return (rows @ copies["w"]) ** 2 + copies["b"] * number
 
     return body
+
+
+def watched(attempt, places, weights, *inputs):
+    """Return what the attempt returns, and what it did that it should not: a list."""
+    made, seen, wrong, to_tensor = {}, {}, [], paddle.to_tensor
+
+    def make(data, dtype=None, place=None, stop_gradient=True):
+        tensor = to_tensor(data, dtype, place, stop_gradient)
+        made[tensor.data_ptr()] = place
+        return tensor
+
+    def choose(place):
+        wrong.append("set_device was called: it is for the whole process, not for a thread")
+
+    def look(first, *tensors):
+        seen[first] = [made.get(tensor.data_ptr()) for tensor in tensors]
+
+    body = make_body(len(places), wrong, look)
+    with patch.multiple(paddle, to_tensor=make, set_device=choose):
+        found = attempt(body, places, weights, *inputs)
+    homes = zip((seen[first] for first in sorted(seen)), places, strict=False)
+    if not all(home is place for tensors, place in homes for home in tensors):
+        wrong.append("not each tensor of a part was made with to_tensor(..., place=its place)")
+    return found, wrong
 
 
 def check_parallel_do_at_once(attempt):
@@ -63,16 +105,16 @@ def check_parallel_do_at_once(attempt):
     weights = {"w": generator.normal(size=2), "b": np.ones(1)}
     for count in (2, 3):
         rows, number = generator.normal(size=(3 * count + 1, 2)), np.arange(3.0 * count + 1)
-        places, where = [paddle.CPUPlace()] * count, f"with {count} places"
-        one = lesson.parallel_do(make_body(1), places[:1], weights, rows, number)
+        places, where = [paddle.CPUPlace() for _ in range(count)], f"with {count} places"
+        one = lesson.parallel_do(make_body(1, []), places[:1], weights, rows, number)
         try:
-            found = attempt(make_body(count), places, weights, rows, number)
+            found, wrong = watched(attempt, places, weights, rows, number)
         except threading.BrokenBarrierError:
             return f"{where} they do not run at the same time: one waits until another has ended"
-        problem = wrong_answer(found, one)
+        problem = wrong_answer(found, one) or next(iter(wrong), None)
         if problem:
             return f"{where} {problem}"
-    return wrong_after_an_error(attempt)
+    return wrong_after_an_error(attempt, 7.0) or wrong_after_an_error(attempt, 0.0)
 
 
 def wrong_answer(found, one):
@@ -93,12 +135,12 @@ def wrong_answer(found, one):
     return None
 
 
-def wrong_after_an_error(attempt):
-    """Return what is wrong if the body of one place raises an error, or None."""
+def wrong_after_an_error(attempt, damaged):
+    """Return what is wrong if the body of the place with this row raises an error, or None."""
 
     def body(copies, rows):
-        if rows.min() > 3:
-            raise ValueError("row 7 is damaged")
+        if damaged in rows.numpy():
+            raise ValueError(f"row {damaged} is damaged")
         return rows * copies["b"]
 
     try:
@@ -202,9 +244,9 @@ HINTS = {
         "all rows together. Then ask what the master does with three such numbers."
     ),
     "parallel_do_at_once": (
-        "What does parallel_do do if you give it a list with one place? A pool of threads can call "
-        "it once for each place. Which way of asking the pool gives answers in the order of the "
-        "places, and raises what went wrong?"
+        "Which lines of parallel_do belong to one place alone? Put them into a function that "
+        "returns what this place has found. Which way of asking a pool of threads gives answers in "
+        "the order of the places, and raises what went wrong?"
     ),
     "scale_loss": (
         "Write down the gradient of the whole batch's mean, and under it what the ranks' average "

@@ -17,16 +17,16 @@ from torch.utils.data import DistributedSampler
 
 # --- Task 1: predict ---
 
-weight_on_rank_0 = (40 + 30 + 50) / (60 + 20)
+ratio_of_weights = (40 + 30 + 50) / (60 + 20)
 
 
-def check_weight_on_rank_0(guess):
+def check_ratio_of_weights(guess):
     """Return None if `guess` is right to half a percent, else a hint."""
-    if abs(guess - weight_on_rank_0) < 0.005:
+    if abs(guess - ratio_of_weights) < 0.005:
         return None
     if abs(guess - 1) < 0.005:
         return "so it would be with one count for all ranks"
-    if abs(guess - 1 / weight_on_rank_0) < 0.005:
+    if abs(guess - 1 / ratio_of_weights) < 0.005:
         return "which rank has fewer tokens: are its tokens worth more or less?"
     return "first the weight of a token on each rank: each rank's mean counts one half"
 
@@ -210,7 +210,7 @@ def work(rank, world_size, seed, padded, drop, step, start, order):
     model[1].register_forward_hook(after_dropout)
     replica.register_comm_hook(None, before_sending)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for mine in order(range(96), 2, 100 * seed):
+    for mine in order(range(96), 2, 81 * seed):  # with 81 both epochs may begin with one text
         for numbers in torch.tensor(mine).tensor_split(4):
             now.update(sent=[], dropped=[])
             seen.before.append(lesson.vector(model.parameters()))
@@ -366,7 +366,7 @@ def check_job_6(number_of):
 
 # What test_contract.py asks: (check, solution) of each task.
 TASKS = {
-    "weight_on_rank_0": (check_weight_on_rank_0, weight_on_rank_0),
+    "ratio_of_weights": (check_ratio_of_weights, ratio_of_weights),
     "loss_for_backward": (check_loss_for_backward, loss_for_backward),
     "number_for_1_and_2": (check_jobs_1_and_2, off_from_one_process),
     "number_for_3_and_4": (check_jobs_3_and_4, ranks_apart),
@@ -376,7 +376,7 @@ TASKS = {
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
-    "weight_on_rank_0": (
+    "ratio_of_weights": (
         "Divide one by the tokens of a rank: so much does a token count within its rank's mean. "
         "Then compare the two ranks."
     ),

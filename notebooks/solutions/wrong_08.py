@@ -11,17 +11,28 @@ import lesson_08_paddle_parallel_do as lesson
 import numpy as np
 import paddle
 
+LOCK = threading.Lock()
+
 # --- Task 2 ---
 
 
-def threaded(collect, gradients=sum, body_of=lambda body: body):
+def on_place(body, place, weights, part, backward=lambda output: output.sum().backward()):
+    mine = [paddle.to_tensor(array, place=place) for array in part]
+    make = paddle.to_tensor
+    copies = {n: make(w, place=place, stop_gradient=False) for n, w in weights.items()}
+    output = body(copies, *mine)
+    backward(output)
+    return output.numpy(), {name: copy.grad.numpy() for name, copy in copies.items()}
+
+
+def threaded(collect, gradients=sum, one=on_place, place_of=lambda places, number: places[number]):
     """Return an attempt that asks a pool, and gets its answers by collect(pool, work, places)."""
 
     def attempt(body, places, weights, *inputs):
         parts = list(zip(*(np.array_split(a, len(places)) for a in inputs), strict=True))
 
         def work(number):
-            return lesson.parallel_do(body, places[:1], weights, *parts[number])
+            return one(body, place_of(places, number), weights, parts[number])
 
         with ThreadPoolExecutor(len(places)) as pool:
             outputs, found = zip(*collect(pool, work, range(len(places))), strict=True)
@@ -36,6 +47,18 @@ def as_they_end(pool, work, numbers):
 
 def in_order(pool, work, numbers):
     return list(pool.map(work, numbers))
+
+
+def by_parallel_do(body, place, weights, part):
+    return lesson.parallel_do(body, [place], weights, *part)
+
+
+def backward_in_turn(body, place, weights, part, lock=LOCK):
+    def backward(output):
+        with lock:
+            output.sum().backward()
+
+    return on_place(body, place, weights, part, backward)
 
 
 def one_copy_for_all(body, places, weights, *inputs):
@@ -54,7 +77,7 @@ def deaf(body, places, weights, *inputs):
 
     def work(number):
         with contextlib.suppress(ValueError):
-            answers[number] = lesson.parallel_do(body, places[:1], weights, *parts[number])
+            answers[number] = on_place(body, places[number], weights, parts[number])
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(len(places))]
     [thread.start() for thread in threads]
@@ -103,6 +126,7 @@ WRONG = {
     "gradient_of_means": {
         "the mean over all rows": (4.5, "but a place knows only its own"),
         "an average of the places": (14.5 / 3, "is it a mean?"),
+        "a mean after the block": (1.45, "is it a mean?"),
         "the sum of all rows": (45, "write down what each place returns"),
     },
     "parallel_do_at_once": {
@@ -115,6 +139,12 @@ WRONG = {
         "the last place only": (threaded(in_order, lambda found: found[-1]), "is not the sum"),
         "one copy for all": (one_copy_for_all, "a copy of the weights for itself"),
         "errors are lost": (deaf, "nobody heard of it"),
+        "set_device in threads": (threaded(in_order, one=by_parallel_do), "the whole process"),
+        "backward in turn": (threaded(in_order, one=backward_in_turn), "backward one after"),
+        "all on the first place": (
+            threaded(in_order, place_of=lambda places, number: places[0]),
+            "place=its place",
+        ),
     },
     "scale_loss": {
         "the mean over its own words": (mean_over_own_words, "some words count more than others"),

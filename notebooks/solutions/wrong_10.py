@@ -100,6 +100,10 @@ def first_text_of_the_second_epoch(job):
     return job.ranks[0].texts[4][0]
 
 
+def first_text_again(job):  # by chance also a right order does that
+    return job.ranks[0].texts[0][0] == job.ranks[0].texts[4][0]
+
+
 def sum_of_texts(job):
     return sum(job.ranks[0].texts[4])
 
@@ -110,7 +114,7 @@ def no_number(job):
 
 TELLS_NOT = "it does not tell job "
 WRONG = {
-    "weight_on_rank_0": {
+    "ratio_of_weights": {
         "equal": (1, "one count for all ranks"),
         "the other way round": (80 / 120, "which rank has fewer tokens"),
         "by the number of micro-batches": (3 / 2 + 0.1, "each rank's mean counts one half"),
@@ -155,6 +159,7 @@ WRONG = {
         "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}6"),
         "texts that two ranks share": (shared_texts, f"{TELLS_NOT}6"),
         "a text of the second epoch": (first_text_of_the_second_epoch, f"{TELLS_NOT}6"),
+        "the first text alone": (first_text_again, f"{TELLS_NOT}6"),
         "a sum of text numbers": (sum_of_texts, f"{TELLS_NOT}6"),
     },
 }

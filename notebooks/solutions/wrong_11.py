@@ -53,6 +53,11 @@ def warms_up_without_waiting(work, wait, rounds):
     return [one_step(work, wait) for _ in range(rounds)]
 
 
+def sorts_them(work, wait, rounds):
+    work(), wait()
+    return sorted(one_step(work, wait) for _ in range(rounds))
+
+
 def a_mean(work, wait, rounds):
     work(), wait()
     seconds = [one_step(work, wait) for _ in range(rounds)]
@@ -163,6 +168,7 @@ WRONG = {
         "waits too late": (waits_after_the_clock, "before its step has ended"),
         "waits once, at the end": (waits_at_the_end, "no mean, please"),
         "the warm-up goes on": (warms_up_without_waiting, "a part of the step before it"),
+        "sorted": (sorts_them, "not in the order of the steps"),
         "a mean": (a_mean, "no mean, please"),
         "the fastest": (the_fastest, "must return a list of 1 times"),
         "wasteful": (drops_the_first_of_many, "10 steps were made, for 1 times"),
