@@ -389,8 +389,8 @@ def watch_tensorflow(nproc, folder):
             count = len(every["embedding"])
             return [{name: v[n].numpy() for name, v in every.items()} for n in range(count)]
 
-        loss, sent = record_first_step(step, batches[0])
-        found = {"after_one": read()[0], "rows": [*seen], "bytes": sent}
+        loss, sent, busy = record_first_step(step, batches[0])
+        found = {"after_one": read()[0], "rows": seen[:busy], "bytes": sent}
         rest = follow(step, read, batches[1:] if devices else [])
         return rest | found | {"loss": [float(loss), *rest["loss"]]}
 
@@ -431,7 +431,7 @@ def be_paddle_rank(folder):
 
     end_with_parent()
     paddle.distributed.init_parallel_env()
-    weights, batches = load_problem(folder)
+    rank, (weights, batches) = paddle.distributed.get_rank(), load_problem(folder)
     loss_of, seen = make_loss(
         paddle,
         look_up=lambda table, words: F.embedding(words, table),
@@ -443,14 +443,15 @@ def be_paddle_rank(folder):
         def __init__(self):
             super().__init__()
             for name, w in weights.items():
-                fill = paddle.nn.initializer.Assign(w)
+                fill = paddle.nn.initializer.Assign(w * (1 + rank))  # but rank 0's for all
                 self.add_parameter(name, self.create_parameter(w.shape, fill, str(w.dtype)))
 
         def forward(self, *rows):
             return loss_of(dict(self.named_parameters()), *rows)
 
     _, found = train_rank(WAYS["paddle"], paddle_alone, Layer, batches, seen)
-    leave_found(paddle.distributed.get_rank(), folder, found | {"bytes": None})  # nothing tells
+    found["bytes"] = None  # nothing tells
+    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
     if paddle.distributed.is_initialized():  # not if it is alone
         paddle.distributed.barrier()  # rank 0 has the store in which all meet: it must not leave
 
@@ -487,14 +488,15 @@ def be_pytorch_rank(rank, nproc, folder):
         def __init__(self):
             super().__init__()
             for name, w in weights.items():
-                self.register_parameter(name, torch.nn.Parameter(torch.tensor(w)))
+                own = torch.tensor(w * (1 + rank))  # but DDP must copy rank 0's
+                self.register_parameter(name, torch.nn.Parameter(own))
 
         def forward(self, *rows):
             return loss_of(dict(self.named_parameters()), *rows)
 
     step, found = train_rank(WAYS["pytorch"], pytorch_alone, Model, batches, seen)
-    sent = bytes_of_collectives(step, batches[0]) if nproc > 1 else 0
-    leave_found(rank, folder, found | {"bytes": sent})
+    found["bytes"] = bytes_of_collectives(step, batches[0]) if nproc > 1 else 0
+    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -510,11 +512,6 @@ def train_rank(make, alone, new_model, batches, seen):
     found = follow(step, read, batches) | {"rows": seen[:1]}
     model = new_model()
     return step, found | {"alone": follow(alone(model, RATE), read, batches[:1])["after_one"]}
-
-
-def leave_found(rank, folder, found):
-    """Leave what was seen on a rank."""
-    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
 
 
 def of_all_ranks(nproc, folder):
@@ -542,11 +539,11 @@ def watch_jax(nproc, folder):
     for way in ways_of("jax"):
         now = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
         compiled = WAYS[way](loss_of, mesh, RATE).lower(now, *batches[0]).compile()
-        rows = compiled.input_shardings[0][1].shard_shape(batches[0][0].shape)[0]
-        one = follow_jax(compiled, now, batches) | {"rows": [rows] * nproc}
+        arrays = zip(compiled.input_shardings[0][1:], batches[0], strict=True)
+        rows = max(places.shard_shape(array.shape)[0] for places, array in arrays)
         sent = bytes_in_hlo(compiled.as_text()) if nproc > 1 else 0
-        one |= {"bytes": sent, "alone": jax.tree.map(np.array, alone)}
-        found[way] = one
+        found[way] = follow_jax(compiled, now, batches) | {"rows": [rows] * nproc, "bytes": sent}
+        found[way]["alone"] = jax.tree.map(np.array, alone)
     return found
 
 
@@ -568,10 +565,8 @@ def follow_jax(compiled, now, batches):
 
     def read():  # what each device has
         shards = {name: w.addressable_shards for name, w in now.items()}
-        return [
-            {name: np.array(s[n].data) for name, s in shards.items()}
-            for n in range(len(shards["embedding"]))
-        ]
+        count = range(len(shards["embedding"]))
+        return [{name: np.array(s[n].data) for name, s in shards.items()} for n in count]
 
     return follow(step, read, batches)
 
@@ -619,10 +614,10 @@ def bytes_of_collectives(step, batch):
 
 
 def record_first_step(step, batch):
-    """Make a first step; return how many bytes TensorFlow sends from device to device in it.
+    """Make a first step; return the loss, the bytes sent, how many devices multiply matrices.
 
-    It cuts the graph of a step into one for each device, and puts a node _Recv where something
-    crosses, named like the operation whose result it is.
+    TensorFlow cuts the graph of a step into one for each device, and puts a node _Recv where
+    something crosses, named like the operation whose result it is.
     """
     from tensorflow.python.eager import context
 
@@ -636,7 +631,7 @@ def record_first_step(step, batch):
         order_only = name.startswith("GroupCrossDeviceControlEdges")  # nothing is sent with it
         results = [] if order_only else whole.get_operation_by_name(name).outputs
         total += sum(result.shape.num_elements() * result.dtype.size for result in results)
-    return loss, total
+    return loss, total, sum(any(n.op == "MatMul" for n in graph.node) for graph in graphs)
 
 
 def bytes_in_hlo(text):
@@ -706,18 +701,26 @@ def gradient_of(seen, first, what="after_one"):
     return {name: (w - seen[what][name]) / RATE for name, w in first.items()}
 
 
-def wrong_in_way(seen, first, args):
+def bytes_to_expect(way, first, args):
+    """Return the least and the most bytes of a step; `jit` may merge each word's gradient."""
+    least, others = sum(w.nbytes for w in first.values()), args.nproc - 1
+    there_and_back = others * (2 * least + 20 * args.batch_size * (LONGEST + 1) + 8)
+    times = {"pytorch": 1, "jax shard_map": 1, "jax jit": LONGEST + 1}.get(way)
+    return (least, times * (least + 8) if times else there_and_back) if others else (0, 0)
+
+
+def wrong_in_way(way, seen, first, args):
     """Return what is wrong with one way, by itself: a list of sentences."""
     off = difference(gradient_of(seen, first), gradient_of(seen, first, "alone"))
     most, copies = -(-args.batch_size // args.nproc), seen["weights"]
     apart = max(difference(copy, copies[0]) for copy in copies)
-    rows, nobody = seen["rows"], args.nproc > 1 and seen["bytes"] == 0
+    rows, sent, (least, enough) = seen["rows"], seen["bytes"], bytes_to_expect(way, first, args)
     rules = {
         f"its gradient is off by {off:.2g} from that of one device": off < 1e-10,
         f"its workers get {rows} of {args.batch_size} rows": len(rows) == args.nproc
         and max(rows) == most,
         f"the weights of its workers differ by {apart:.2g}": apart == 0,
-        "nothing crosses between its workers": not nobody,
+        f"{sent} bytes cross, not {least} to {enough}": sent is None or least <= sent <= enough,
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
@@ -740,13 +743,12 @@ def wrong_in_pair(one, other, first):
 
 def compare(found, first, args):
     """Return the largest difference of gradients of each pair of frameworks, and what is wrong."""
-    wrong = [f"{way}: {said}" for way in found for said in wrong_in_way(found[way], first, args)]
+    wrong = [f"{w}: {said}" for w in found for said in wrong_in_way(w, found[w], first, args)]
     start = max(seen["loss"][0] for seen in found.values())
     if abs(start - np.log(len(first["embedding"]))) > 0.05:
         wrong.append(f"the first loss, {start:.3g}, is not log {len(first['embedding'])}")
-    short = args.steps < 20 or args.batch_size < 32  # too short to learn
-    last = max(seen["loss"][-1] for seen in found.values())
-    if not short and not last < start - 0.5:
+    learned = max(seen["loss"][-1] for seen in found.values()) < start - 0.5
+    if args.steps >= 20 and args.batch_size >= 32 and not learned:
         wrong.append("it has not learned")
     pairs = collections.defaultdict(float)
     for one, other in itertools.combinations(found, 2):

@@ -12,7 +12,6 @@ from breaks import check_breaks
 
 ALL = pytest.mark.needs("tensorflow", "paddle", "jax")
 
-COPY = "tf.identity(v) for name, v in variables.items()}  # 1: in"
 ADDED = 'added = {"aggregation": tf.VariableAggregation.SUM}'
 PADDLES = "mine = [paddle.to_tensor(array[rank::world_size])"
 TORCHS = "mine = [torch.from_numpy(array[rank::world_size])"
@@ -20,6 +19,7 @@ CLEAR = "optimizer.clear_grad()\n        return loss\n\n    return step\n\n\ndef
 UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.zero_grad()"
 OWN = 'own = jax.lax.pcast(weights, "data", to="varying")'
 FOUND = 'jax.lax.pmean(found, "data")'
+LOCAL = "with tf.GradientTape() as tape:\n            loss = loss_of(variables, *mine)"
 FIRST = "jax.lax.psum(jax.tree.map(lambda x: x * (jax.lax.axis_index('data') == 0), found), 'data')"
 SPECS = '(P(), P("data"), P("data"), P("data"))'
 JIT = "jax.value_and_grad(loss_of)(weights, *batch)  # 3, 4, 5"
@@ -27,7 +27,6 @@ BIGGER = "jax.tree.map(lambda w: 1.01 * w, weights)"
 
 # "<way>: what is wrong"
 BREAKS = {
-    "tensorflow towers: other weights": (COPY, COPY.replace("(v)", "(1.01 * v)")),
     "tensorflow towers: gradients are not merged": (
         "for found in gradients",
         "for found in gradients[:1]",
@@ -36,37 +35,53 @@ BREAKS = {
         "mine = [array[number :: len(devices)] for array in batch]  # 2\n            with",
         "mine = batch\n            with",
     ),
-    "tensorflow towers: all on one device": (
-        "with tf.device(device):\n                copy",
-        "with tf.device(devices[0]):\n                copy",
-    ),
-    "tensorflow mirrored: other weights": (
-        "tf.Variable(w, **added)",
-        "tf.Variable(1.01 * w, **added)",
+    "tensorflow towers: computed on one device": (
+        "with tf.GradientTape() as tape:\n                    tape.watch",
+        "with tf.device(devices[0]), tf.GradientTape() as tape:\n                    tape.watch",
     ),
     "tensorflow mirrored: gradients are not merged": (
         ADDED,
         ADDED.replace("SUM", "ONLY_FIRST_REPLICA"),
     ),
+    "tensorflow mirrored: computed on one device": (
+        LOCAL,
+        LOCAL.replace("with ", "with tf.device(devices[0]), "),
+    ),
     "tensorflow mirrored: all rows for each": (
         "mine = [array[number :: len(devices)] for array in batch]  # 2\n        with",
         "mine = batch\n        with",
     ),
-    "paddle: other weights": ("nn.initializer.Assign(w)", "nn.initializer.Assign(1.01 * w)"),
+    "paddle: other weights": ("Assign(w *", "Assign(1.01 * w *"),
+    "paddle: no copy of rank 0's weights": (
+        "DataParallel(layer)",
+        "DataParallel(layer)\n    [p.set_value(p * (1 + rank)) for p in layer.parameters()]",
+    ),
     "paddle: no DataParallel": ("paddle.DataParallel(layer)", "layer"),
     "paddle: all rows for each": (PADDLES, PADDLES.replace("[rank::world_size]", "")),
     "paddle: no clear_grad": (CLEAR, "return loss\n\n    return step\n\n\ndef pytorch_ddp"),
-    "pytorch: other weights": ("Parameter(torch.tensor(w))", "Parameter(torch.tensor(1.01 * w))"),
+    "pytorch: other weights": ("torch.tensor(w *", "torch.tensor(1.01 * w *"),
+    "pytorch: no copy of rank 0's weights": ("Parallel(model)", "Parallel(model, init_sync=False)"),
     "pytorch: no DDP": ("DistributedDataParallel(model)", "model"),
     "pytorch: all rows for each": (TORCHS, TORCHS.replace("[rank::world_size]", "")),
     "pytorch: one worker does not update": (UPDATE, "rank or " + UPDATE),
+    "pytorch: two all-reduces": (
+        UPDATE,
+        "[dist.all_reduce(w.grad.clone()) for w in model.parameters()]\n        " + UPDATE,
+    ),
     "jax shard_map: the trap": (OWN, "own = weights"),
-    "jax shard_map: other weights": (OWN, OWN.replace("weights", BIGGER)),
     "jax shard_map: the first device's gradient": (FOUND, FIRST),
     "jax shard_map: added, not averaged": (FOUND, FOUND.replace("pmean", "psum")),
+    "jax shard_map: two all-reduces": (
+        FOUND,
+        FOUND.replace("(found", "(jax.lax.pmean(found, 'data')"),
+    ),
     "jax shard_map: all rows for each": (SPECS, "(P(), P(), P(), P())"),
     "jax jit: other weights": (JIT, JIT.replace("(weights,", f"({BIGGER},")),
     "jax jit: all rows for each": ("(all_of_it, rows, rows, rows)", "all_of_it"),
+    "jax jit: the inputs alone are divided": (
+        "it, rows, rows, rows)",
+        "it, rows, *[all_of_it] * 2)",
+    ),
 }
 
 
@@ -109,7 +124,7 @@ def without_processes(monkeypatch):
                 "after_one": after,
                 "weights": [after] * 3,
             }
-            seen |= {"alone": after, "rows": [11] * 3, "bytes": 8}
+            seen |= {"alone": after, "rows": [11] * 3, "bytes": None}
             found = {way: dict(seen) for name in there for way in lesson.ways_of(name)}
             other = {name: w - off for name, w in after.items()}
             found["pytorch" if "pytorch" in there else "jax jit"]["after_one"] = other
