@@ -57,6 +57,16 @@ def gathers_all_rows(loss_of, weights, *batch):
     return jax.lax.pmean(jax.grad(mean)(own(weights), *every), "data")
 
 
+def all_rows_on_each(loss_of, mesh):
+    def on_each_device(weights, rows, answers, real):
+        def mean(w):
+            return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
+
+        return jax.lax.pmean(jax.grad(mean)(own(weights)), "data")
+
+    return jax.jit(jax.shard_map(on_each_device, mesh=mesh, in_specs=P(), out_specs=P()))
+
+
 def on_one_device(loss_of, mesh):
     def mean(w, rows, answers, real):
         return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
@@ -94,6 +104,12 @@ def drops_rows(batch, share, count):
     return [array[:kept] for array in batch], share[:kept]
 
 
+def two_rows(batch, share, count):
+    if count < 3:
+        return batch, share
+    return [np.concatenate([a, 0 * a[:2]]) for a in batch], np.append(share, [0, 0])
+
+
 def always_fills_up(batch, share, count):
     missing = count - len(share) % count
     longer = [np.concatenate([a, *[0 * a[-1:]] * missing]) for a in (*batch, share)]
@@ -104,6 +120,7 @@ WRONG = {
     "times_too_large": {
         "that of pmean": (4, "psum does not divide"),
         "right": (1, "nobody has added up yet"),
+        "in quotes": ("16", "without quotes"),
         "half": (8, "follow one number"),
     },
     "data_parallel_gradient": {
@@ -111,6 +128,7 @@ WRONG = {
         "the trap": (divided(fell_into_the_trap), "2 times the right one"),
         "all rows count": (divided(counts_all_rows), "0.5833 times the right one"),
         "gathers all rows": (divided(gathers_all_rows), "computes with all rows"),
+        "all rows on each": (all_rows_on_each, "computes with all rows"),
         "one device": (on_one_device, "computes with all rows"),
         "two all-reduces": (divided(one_collective_too_many), "bytes; "),
     },
@@ -118,6 +136,7 @@ WRONG = {
         "repeats the last row": (repeats_the_last_row, "which rows count?"),
         "equal shares": (equal_shares, "which rows count?"),
         "drops rows": (drops_rows, "there must be 12 rows"),
+        "two rows, always": (two_rows, "11 rows, count 2: there must be 12"),
         "always": (always_fills_up, "there must be 10 rows"),
     },
 }
