@@ -487,9 +487,8 @@ def be_pytorch_rank(rank, nproc, folder):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            for name, w in weights.items():
-                own = torch.tensor(w * (1 + rank))  # but DDP must copy rank 0's
-                self.register_parameter(name, torch.nn.Parameter(own))
+            for name, w in weights.items():  # of rank 0; DDP must copy them to the others
+                self.register_parameter(name, torch.nn.Parameter(torch.tensor(w * (1 + rank))))
 
         def forward(self, *rows):
             return loss_of(dict(self.named_parameters()), *rows)
@@ -529,8 +528,8 @@ def watch_jax(nproc, folder):
     import jax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    more = {"sigmoid": jax.nn.sigmoid, "concat": jax.numpy.concatenate, "losses": jax_losses}
-    loss_of, _ = make_loss(jax.numpy, look_up=lambda table, words: table[words], **more)
+    ops = {"sigmoid": jax.nn.sigmoid, "concat": jax.numpy.concatenate, "losses": jax_losses}
+    loss_of, _ = make_loss(jax.numpy, look_up=lambda table, words: table[words], **ops)
     devices, (weights, batches) = jax.devices()[:nproc], load_problem(folder)
     batches = [[np.pad(a, [(0, -len(a) % nproc), (0, 0)]) for a in batch] for batch in batches]
     mesh = jax.make_mesh((nproc,), ("data",), (AxisType.Auto,), devices=devices)
@@ -542,8 +541,8 @@ def watch_jax(nproc, folder):
         arrays = zip(compiled.input_shardings[0][1:], batches[0], strict=True)
         rows = max(places.shard_shape(array.shape)[0] for places, array in arrays)
         sent = bytes_in_hlo(compiled.as_text()) if nproc > 1 else 0
-        found[way] = follow_jax(compiled, now, batches) | {"rows": [rows] * nproc, "bytes": sent}
-        found[way]["alone"] = jax.tree.map(np.array, alone)
+        more = {"rows": [rows] * nproc, "bytes": sent, "alone": jax.tree.map(np.array, alone)}
+        found[way] = follow_jax(compiled, now, batches, nproc) | more
     return found
 
 
@@ -555,7 +554,7 @@ def jax_losses(scores, right):
     return jax.nn.logsumexp(scores, -1) - chosen
 
 
-def follow_jax(compiled, now, batches):
+def follow_jax(compiled, now, batches, nproc):
     """Do what follow does with a step that is handed the weights, and returns new ones."""
 
     def step(*batch):
@@ -565,8 +564,7 @@ def follow_jax(compiled, now, batches):
 
     def read():  # what each device has
         shards = {name: w.addressable_shards for name, w in now.items()}
-        count = range(len(shards["embedding"]))
-        return [{name: np.array(s[n].data) for name, s in shards.items()} for n in count]
+        return [{name: np.array(s[n].data) for name, s in shards.items()} for n in range(nproc)]
 
     return follow(step, read, batches)
 

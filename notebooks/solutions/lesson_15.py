@@ -26,8 +26,6 @@ def check_times_too_large(guess):
     """Return None if `guess` is right, else a hint."""
     if guess == times_too_large:
         return None
-    if isinstance(guess, str):
-        return "write it without quotes"
     if guess == 4:
         return "so much it is with pmean, whose sum is divided by 4 again; psum does not divide"
     if guess == 1:

@@ -120,7 +120,6 @@ WRONG = {
     "times_too_large": {
         "that of pmean": (4, "psum does not divide"),
         "right": (1, "nobody has added up yet"),
-        "in quotes": ("16", "without quotes"),
         "half": (8, "follow one number"),
     },
     "data_parallel_gradient": {
