@@ -164,7 +164,7 @@ def test_a_package_that_pip_has_not_finished_is_installed_again(copy):
 
 @pytest.mark.parametrize(
     "what, address, needed",
-    [("03", "", "11"), ("03", "https://some.where/whl/cpu", "1.6"), ("all", "", "17")],
+    [("03", "", "11"), ("03", "https://some.where/whl/cpu", "1.6"), ("all", "", "18")],
 )
 def test_setup_looks_for_room_on_the_disk_first(monkeypatch, tmp_path, what, address, needed):
     shutil.copy(ROOT / "requirements.txt", tmp_path)
