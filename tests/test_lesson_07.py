@@ -214,7 +214,7 @@ def test_if_the_results_can_not_be_written_those_of_last_week_stay(monkeypatch, 
 
 def test_bad_values_cost_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    for flag in "--data-dir=no folder;--save=no/x;--save=.;--batch-size=99999".split(";"):
+    for flag in ["--data-dir=no folder", "--save=no/x", "--save=.", "--batch-size=99999"]:
         with pytest.raises(SystemExit) as stop:
             lesson.parse_args([flag])
         (line,) = capsys.readouterr().err.splitlines()
