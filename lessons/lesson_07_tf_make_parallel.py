@@ -1,4 +1,4 @@
-"""Lesson 07: how did TensorFlow's make_parallel train one model on several devices?
+"""Lesson 07: how did make_parallel train one TensorFlow model on several devices?
 
 In DDP each process has its own parameters. Here one process builds one graph, and make_parallel
 builds the model in it once per device: a tower. All towers share one set of variables. In each
@@ -72,7 +72,7 @@ def build(tower, devices, batches, dtype, learning_rate):
         total = make_parallel(tower, devices, inputs=inputs, targets=targets, mask=mask)
         loss = total / tf.reduce_sum(mask)  # divided once, by the words of all towers
         optimizer = v1.train.GradientDescentOptimizer(learning_rate)
-        # With `colocate`, each gradient operation runs where its forward operation ran.
+        # With `colocate`, nearly all gradient operations run where their forward operations ran.
         pairs = optimizer.compute_gradients(loss, colocate_gradients_with_ops=True)
         update = optimizer.apply_gradients(pairs)  # one, where the variables are
         on_gpu = len(devices) * ("gpu" in devices[0])
@@ -304,8 +304,7 @@ class Watched:
 
     def __init__(self, first, devices, batches):
         self.parts, self.devices, self.first = [], devices, first
-        dtype = first["embedding"].dtype
-        self.graph = build(self.tower, devices, batches, dtype, LEARNING_RATE)
+        self.graph = build(self.tower, devices, batches, first["embedding"].dtype, LEARNING_RATE)
         self.session, self.run = self.graph.session, self.graph.session.run
         with self.session.graph.as_default():
             self.variables = {v.op.name.removeprefix("model/"): v for v in v1.trainable_variables()}
@@ -319,11 +318,12 @@ class Watched:
 
     def run_and_record(self, fetches, *rest):
         """Do what session.run does, in more detail; `seen` has what was found out."""
-        options = v1.RunOptions(trace_level=v1.RunOptions.SOFTWARE_TRACE)
+        options = v1.RunOptions(trace_level="SOFTWARE_TRACE", output_partition_graphs=True)
         metadata, before = v1.RunMetadata(), self.run(self.variables)
         answers, more = self.run([fetches, self.more], None, options, metadata)
         more |= {"before": before, "after": self.run(self.variables)}
-        self.seen.append(SimpleNamespace(**more, ran=what_ran(metadata)))
+        more |= {"ran": what_ran(metadata), "crossed": what_crossed(metadata)}
+        self.seen.append(SimpleNamespace(**more))
         return answers
 
     def look(self, steps):
@@ -338,11 +338,6 @@ class Watched:
         self.run([node for node in nodes if node.type == "MakeIterator"])
         self.session.close()
 
-    def updates(self):
-        """Return how many nodes of the graph change a variable, but for giving its first value."""
-        nodes = self.session.graph.get_operations()
-        return sum(bool(re.match("Resource.*(Apply|Scatter)", node.type)) for node in nodes)
-
 
 def what_ran(metadata):
     """Return [(device, operation, start in ms, duration in ms)] of a recorded step."""
@@ -350,9 +345,19 @@ def what_ran(metadata):
     for part in metadata.step_stats.dev_stats:
         device = part.device.lower().rpartition("device:")[2]
         for op in part.node_stats:
-            times = op.all_start_micros / 1000, op.all_end_rel_micros / 1000
-            ran.append((device, op.node_name, *times))
+            start, duration = op.all_start_micros, op.all_end_rel_micros
+            ran.append((device, op.node_name, start / 1000, duration / 1000))
     return ran
+
+
+def what_crossed(metadata):
+    """Return [(from, to, tensor)]: what one device sends to another in a recorded step."""
+    found = set()
+    for node in itertools.chain(*(part.node for part in metadata.partition_graphs)):
+        if node.op == "_Send":
+            ends = [node.attr[f"{end}_device"].s.decode().lower() for end in ("send", "recv")]
+            found.add((*(end.rpartition("device:")[2] for end in ends), node.input[0]))
+    return sorted((one, other, tensor) for one, other, tensor in found if one != other)
 
 
 def misplaced(ran):
@@ -377,22 +382,25 @@ def wrong_in_parts(parts, batch, towers):
     return [] if same and not extra else ["the towers' rows are not those of the batch, once each"]
 
 
-def wrong_in_places(watched, ran):
-    """Return what is wrong with the places of operations and variables: a list of sentences."""
-    on = collections.defaultdict(set)  # number of a tower: devices of its gradients
-    for device, name, *_ in ran:
-        tower = re.match(r"gradients/tower_(\d+)/", name)
-        if tower:
-            on[int(tower[1])].add(device)
-    idle = [d for number, d in enumerate(watched.devices) if d not in on[number]]
-    away, count, wanted = len(misplaced(ran)), len(watched.variables), len(watched.first)
+def wrong_in_places(watched, step):
+    """Return what is wrong with what ran where, and with what was sent: a list of sentences."""
+    back = {(d, name.split("/")[1]) for d, name, *_ in step.ran if name.startswith("gradients/")}
+    idle = [d for number, d in enumerate(watched.devices) if (d, f"tower_{number}") not in back]
+    away, count, wanted = len(misplaced(step.ran)), len(watched.variables), len(watched.first)
     places = {variable.device.lower()[-5:] for variable in watched.variables.values()}
+    whole = sum("ReadVariableOp" in tensor for *_, tensor in step.crossed)
+    others = (len(watched.devices) - 1) * (wanted - 1)  # of the embedding, only rows are sent
+    types = [node.type for node in watched.session.graph.get_operations()]
+    changes = sum(bool(re.match("Resource.*(Apply|Scatter)|Assign.*Var", kind)) for kind in types)
+    updates = changes - count  # one node gives a variable its first value
     rules = {
         f"{count} variables, not {wanted}: the towers do not share them": count == wanted,
         f"{away} operations of a tower ran on another one's device": away == 0,
         f"on {' '.join(idle)} no gradient of its tower was computed": not idle,
         f"the variables are on {sorted(places)}": places == {watched.devices[0]},
-        f"{watched.updates()} nodes update {count} variables": watched.updates() == count,
+        f"{updates} nodes update {count} variables": updates == count,
+        f"{whole} whole weights are sent, not {others}": whole == others,
+        "no batch is made ahead": "PrefetchDataset" in types,
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
@@ -439,11 +447,10 @@ def train_and_compare(watched, batches, small):
     return SimpleNamespace(losses=losses, off=max(off), first=steps[0], wrong=wrong, rate=rate)
 
 
-def wrong_in_losses(losses, args):
-    """Return what is wrong with the losses of the training: a list of sentences."""
-    first, last = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8")
+def wrong_in_losses(losses, first, last, args):
+    """Return what is wrong with the losses and the perplexities: a list of sentences."""
     short = args.steps < 100 or args.batch_size < 32  # too short to have learned much
-    fine = bool(np.isfinite(last) and (short or last <= first / 2))
+    fine = np.isfinite(last) and (short or last <= first / 2)
     rules = {
         f"{len(losses)} losses in {args.steps} steps": len(losses) == args.steps,
         f"the perplexity went from {first:.0f} to {last:.0f} only": fine,
@@ -451,25 +458,19 @@ def wrong_in_losses(losses, args):
     return [sentence for sentence, holds in rules.items() if not holds]
 
 
-def save_whole(path, **arrays):
-    """Write `arrays` to `path`, an .npz file: all of it, or (OSError) what was there stays."""
+def save(path, losses, gradients, weights):
+    """Write all that --save asks for, or nothing; return what is wrong: a list of sentences."""
+    arrays = {f"gradient_{name}": value for name, value in gradients.items()}
+    arrays |= {f"weight_{name}": value for name, value in weights.items()}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder: same disk
     try:
         with unfinished.open("xb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, loss=losses, **arrays)
         os.replace(unfinished, path)
+    except OSError as error:  # what was there stays
+        return [f"can't write {path}: {error.strerror}"]
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def save(path, losses, gradients, weights):
-    """Write what was asked for with --save; return what is wrong: a list of sentences."""
-    arrays = {f"gradient_{name}": value for name, value in gradients.items()}
-    arrays |= {f"weight_{name}": value for name, value in weights.items()}
-    try:
-        save_whole(path, loss=losses, **arrays)
-    except OSError as error:
-        return [f"can't write {path}: {error.strerror}"]
     return []
 
 
@@ -485,21 +486,21 @@ def prepare(args):
 def main(args):
     """Run the lesson; return whether its claim holds, the claim, and the numbers for JSON."""
     import_tensorflow()
-    first, make = prepare(args)
+    weights, make = prepare(args)
     batches = list(itertools.islice(make(), args.steps))
     devices, small = device_names(args.nproc), 1e-5 if args.dtype == "float32" else 1e-10
-    watched = Watched(first, devices, make)
+    watched = Watched(weights, devices, make)
     found = train_and_compare(watched, batches, small)
-    losses, step, wrong = found.losses, found.first, found.wrong
-    wrong = wrong + wrong_in_places(watched, step.ran) + wrong_in_losses(losses, args)
+    losses, step = found.losses, found.first
+    wrong = found.wrong + wrong_in_places(watched, step)
     numbers = {"lesson": 7, "world_size": args.nproc, "backend": "graph", "device": devices[0][:3]}
     numbers |= {"variables": len(watched.variables), "misplaced": len(misplaced(step.ran))}
     numbers |= {"max_grad_diff": found.off, "tokens_per_second": float(found.rate)}
     numbers["rows_per_tower"] = [len(part["mask"]) for part in step.parts]
-    ops = collections.Counter(device for device, *_ in step.ran)
-    numbers["ops_per_device"] = dict(sorted(ops.items()))
-    perplexities = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8").tolist()
-    numbers |= dict(zip(("perplexity_first", "perplexity_last"), perplexities, strict=True))
+    numbers["ops_per_device"] = dict(sorted(collections.Counter(d for d, *_ in step.ran).items()))
+    first, last = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8").tolist()
+    numbers |= {"perplexity_first": first, "perplexity_last": last}
+    wrong += wrong_in_losses(losses, first, last, args)
     report(numbers, devices, args)
     if args.save:
         wrong += save(args.save, losses, step.gradients, watched.run(watched.variables))
@@ -524,14 +525,14 @@ def report(numbers, devices, args):
 
 def parse_args(argv=None):
     """Return the flags; a bad one costs one line and exit code 2, before TensorFlow is imported."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = argparse.SUPPRESS  # an error is one line
     parser.allow_abbrev = False
     parser.add_argument("--nproc", type=whole(1, 64), default=2, help="towers, %(default)s")
-    parser.add_argument("--steps", type=whole(1, 10**6), default=100, help="%(default)s")
-    size = {"type": whole(1, 10**6), "default": 32}
-    parser.add_argument("--batch-size", **size, help="of all towers together, %(default)s")
+    number, text = whole(1, 10**6), "of all towers together, %(default)s"
+    parser.add_argument("--steps", type=number, default=100, help="%(default)s")
+    parser.add_argument("--batch-size", type=number, default=32, help=text)
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
@@ -540,8 +541,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if importlib.util.find_spec("tensorflow") is None:
         parser.error("needs tensorflow: pip install tensorflow==2.21.0")
-    problem = wrong_in_files(args)
-    if problem:
+    if problem := wrong_in_files(args):
         parser.error(problem if len(problem) < 300 else f"{problem[:200]} ... {problem[-50:]}")
     return args
 

@@ -17,7 +17,7 @@ def check_result_of_the_graph(guess):
         return "this takes the last value of `step` for all three; when did Python multiply?"
     if guess == 21:
         return "`step` has changed within the loop as well"
-    return "write down the three nodes that the loop adds, each with the number in it"
+    return "write down the three multiplications of the loop, each with the number in its node"
 
 
 # --- Task 2: build ---
@@ -42,7 +42,7 @@ def run_in_graph(attempt, num_devices, batch):
     import tensorflow as tf
 
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        value = tf.compat.v1.placeholder("int32", [None, None])
+        value = tf.compat.v1.placeholder(batch.dtype, [None, None])
         parts = attempt(value, num_devices)
         if not isinstance(parts, (list, tuple)) or len(parts) != num_devices:
             return None
@@ -70,7 +70,8 @@ def check_rows(attempt, num_devices):
     """Return None if the attempt is right for so many towers, else what is wrong."""
     numbers = {2 * num_devices, 2 * num_devices + 1, 3 * num_devices - 1, num_devices, 1}
     for rows in sorted(numbers, reverse=True):
-        batch = np.arange(1, rows * 3 + 1, dtype="int32").reshape(rows, 3)
+        kind = "int32" if rows > 1 else "float32"
+        batch = np.arange(1, rows * 3 + 1, dtype=kind).reshape(rows, 3)
         place = f"rows: {rows}, towers: {num_devices}:"
         try:
             parts = run_in_graph(attempt, num_devices, batch)
@@ -93,7 +94,7 @@ def check_rows(attempt, num_devices):
         if not np.array_equal(np.concatenate(parts), batch):
             return f"{place} the rows, put together again, are in another order"
     try:
-        attempt(np.ones((4, 3), "float32"), 0)
+        run_in_graph(attempt, 0, batch)
     except ValueError as error:
         if "num_devices" in str(error):
             return None
@@ -135,7 +136,7 @@ def check_loss_per_word(attempt):
             masks = [mask.astype("float32") for mask in masks]
             numbers = enumerate(masks, 1)
             losses = [
-                number * (1 + np.arange(mask.size).reshape(mask.shape)) * mask
+                number * np.arange(mask.size).reshape(mask.shape) * mask  # a real loss can be 0
                 for number, mask in numbers
             ]
             right = sum(map(np.sum, losses)) / sum(map(np.sum, masks))
@@ -154,13 +155,17 @@ def wrong_loss(attempt, losses, masks, right):
         nodes = [[v1.placeholder("float32", [None, None]) for _ in masks] for _ in range(2)]
         feed = dict(zip(nodes[0] + nodes[1], losses + masks, strict=True))
         try:
-            answer = np.asarray(session.run(attempt(*nodes), feed))
+            loss = attempt(*nodes)
+            slopes = tf.gradients(loss, nodes[0])
+            answer = np.asarray(session.run(loss, feed))
         except NotImplementedError:
             raise
         except Exception as error:
             return f"{type(error).__name__}: {explain(error)}"
-    if answer.size != 1:
+    if answer.shape != ():
         return f"a scalar is wanted, and this has the shape {list(answer.shape)}"
+    if any(slope is None for slope in slopes):
+        return "the gradient does not get through it, so a tower would not learn"
     if abs(answer - right) < 1e-5 * right:
         return None
     means = [np.sum(loss) / max(np.sum(mask), 1) for loss, mask in zip(losses, masks, strict=True)]

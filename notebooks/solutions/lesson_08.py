@@ -88,13 +88,16 @@ def watched(attempt, places, weights, *inputs):
         wrong.append("set_device was called: it is for the whole process, not for a thread")
 
     def look(first, *tensors):
-        seen[first] = [made.get(tensor.data_ptr()) for tensor in tensors]
+        seen[first] = [tensor.data_ptr() for tensor in tensors]
 
     body = make_body(len(places), wrong, look)
     with patch.multiple(paddle, to_tensor=make, set_device=choose):
         found = attempt(body, places, weights, *inputs)
+    used = [pointer for pointers in seen.values() for pointer in pointers]
+    if len(set(used)) < len(used):
+        wrong.insert(0, "not each place has a copy of the weights for itself")
     homes = zip((seen[first] for first in sorted(seen)), places, strict=False)
-    if not all(home is place for tensors, place in homes for home in tensors):
+    if not all(made.get(pointer) is place for pointers, place in homes for pointer in pointers):
         wrong.append("not each tensor of a part was made with to_tensor(..., place=its place)")
     return found, wrong
 

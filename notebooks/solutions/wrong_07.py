@@ -118,6 +118,19 @@ def first_tower_counts(losses, masks):
     return total / tf.reduce_sum(masks[0])
 
 
+def counted_losses(losses, masks):
+    import tensorflow as tf
+
+    words = tf.add_n([tf.math.count_nonzero(loss, dtype="float32") for loss in losses])
+    return tf.add_n([tf.reduce_sum(loss) for loss in losses]) / words
+
+
+def no_gradient(losses, masks):
+    import tensorflow as tf
+
+    return tf.stop_gradient(mean_of_means(losses, masks))
+
+
 def nothing_is_merged(losses, masks):
     return losses[0]
 
@@ -126,7 +139,7 @@ WRONG = {
     "result_of_the_graph": {
         "the last step": (2100, "when did Python multiply"),
         "always 1": (21, "within the loop"),
-        "another": (7, "three nodes"),
+        "another": (7, "three multiplications"),
     },
     "split_rows": {
         "tf.split": (split, "divides only rows"),
@@ -146,6 +159,8 @@ WRONG = {
         "a mean of means": (mean_of_means, "a mean of the towers' means"),
         "concat": (concat, "matrices of different lengths can be neither"),
         "the first tower's words": (first_tower_counts, "should the sum be divided by"),
+        "nonzero losses are counted": (counted_losses, "should the sum be divided by"),
+        "stopped": (no_gradient, "the gradient does not get through"),
         "nothing is merged": (nothing_is_merged, "a scalar is wanted"),
     },
     "bytes_of_rows": {
