@@ -48,7 +48,8 @@ def fail_on_one(rank, world_size, how):
 
 
 def wait_for_ever(rank, world_size, folder=None):
-    """Write down our pid and that of a child of ours, then never answer."""
+    """Make a temporary folder, write down our pid and that of a child, then never answer."""
+    tempfile.mkdtemp()
     if folder is not None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (folder / f"pids_{rank}").write_text(f"{os.getpid()} {child.pid}")
@@ -169,7 +170,7 @@ def short_path():
 
 def test_nothing_is_left_when_the_kernel_is_killed(short_path):
     program = f"""
-import os, pathlib, subprocess, sys, time
+import os, pathlib, subprocess, sys, tempfile, time
 sys.path.insert(0, {str(nbtools.ROOT / "notebooks")!r})
 import nbtools
 sys.modules["nbtools.run"].SLOW = ["torch.distributed"]  # and no more: these ranks train nothing
