@@ -194,10 +194,10 @@ def test_the_answers_on_cost():
         steps = costs(*((n, us, gb, 8.404992, 90, 0, 1, True) for n in range(1, 99)))
         steps = dict(enumerate([1e3 * step["step"] for step in steps], start=1))
         found.append(best := min(steps, key=steps.get))
-        assert f"{best} devices, with a step of {steps[best]:.2f} ms" in three
+        assert f"{best} devices, with a step of {steps[best]:.3f} ms" in three
         if len(found) == 1:
-            near = f"{best - 1} need {steps[best - 1]:.2f} ms, and {best + 1} need "
-            assert f"{near}{steps[best + 1]:.2f} ms" in three
+            near = f"{best - 1} need {steps[best - 1]:.3f} ms, and {best + 1} need "
+            assert f"{near}{steps[best + 1]:.3f} ms" in three
     assert f"{found[0]} devices need {steps[found[0]]:.1f} ms" in three
 
 
