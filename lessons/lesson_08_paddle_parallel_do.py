@@ -14,7 +14,6 @@ Output to expect on a CPU:
 import argparse
 import collections
 import contextlib
-import functools
 import importlib.util
 import json
 import logging
@@ -293,13 +292,16 @@ def handed_over():
     """Yield a list that gets the bytes of each collective, but for those of C++ in backward()."""
     sent, kind = [], paddle.base.core.ProcessGroup  # Python's all end in one of its methods
 
-    def call(group, method, *given):
-        tensors = [t for t in paddle.utils.flatten(given) if isinstance(t, paddle.Tensor)]
-        sent.append(sum(t.size * t.element_size() for t in tensors))
-        return method(group, *given)
+    def watched(method):
+        def call(*given):
+            tensors = filter(paddle.is_tensor, paddle.utils.flatten(given))
+            sent.extend(tensor.size * tensor.element_size() for tensor in tensors)
+            return method(*given)
 
-    watched = {n: functools.partialmethod(call, getattr(kind, n)) for n in dir(kind) if n[0] != "_"}
-    with patch.multiple(kind, **watched):
+        return call
+
+    methods = {name: watched(getattr(kind, name)) for name in dir(kind) if name[0] != "_"}
+    with patch.multiple(kind, **methods):
         yield sent
 
 
@@ -393,10 +395,9 @@ def difference(one, other, *starts):
 
 
 def parts_are_wrong(seen, batches):
-    """Return whether the parts, [rows of each part] by step, are not the batches' rows, shared."""
+    """Return whether the parts of each step are not its rows, or differ by as many as they are."""
     whole = [sorted(row.tolist() for part in parts for row in part) for parts in seen]
-    sizes = [[len(part) for part in parts] for parts in seen]
-    uneven = any(max(rows) - min(rows) >= len(rows) for rows in sizes)  # Fluid's rest may be n - 1
+    uneven = any(max(map(len, parts)) - min(map(len, parts)) >= len(parts) for parts in seen)
     return uneven or whole != [sorted(inputs.tolist()) for inputs, *_ in batches]
 
 
@@ -507,9 +508,8 @@ def numbers_of(seen, theirs, alone, batches):
 
 def report(numbers):
     """Print what a reader wants to know."""
-    first, last = numbers["perplexity_first"], numbers["perplexity_last"]
-    steps = len(numbers["loss"][-10:])
-    print(f"perplexity {first:.0f} first, {last:.0f} in the last {steps} steps")
+    first, last, steps = numbers["perplexity_first"], numbers["perplexity_last"], numbers["loss"]
+    print(f"perplexity {first:.0f} first, {last:.0f} in the last {len(steps[-10:])} steps")
     apart = numbers["max_diff_to_tensorflow"]
     missing = "not compared: that needs tensorflow, and lesson 07's script in this folder"
     print("TensorFlow's loss and gradient:", missing if apart is None else f"within {apart:.1e}")

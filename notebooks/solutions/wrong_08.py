@@ -25,11 +25,15 @@ def on_place(body, place, weights, part, backward=lambda output: output.sum().ba
     return output.numpy(), {name: copy.grad.numpy() for name, copy in copies.items()}
 
 
-def threaded(collect, gradients=sum, one=on_place, place_of=lambda places, number: places[number]):
+def own_place(places, number):
+    return places[number]
+
+
+def threaded(collect, gradients=sum, one=on_place, place_of=own_place, cut=np.array_split):
     """Return an attempt that asks a pool, and gets its answers by collect(pool, work, places)."""
 
     def attempt(body, places, weights, *inputs):
-        parts = list(zip(*(np.array_split(a, len(places)) for a in inputs), strict=True))
+        parts = list(zip(*(cut(a, len(places)) for a in inputs), strict=True))
 
         def work(number):
             return one(body, place_of(places, number), weights, parts[number])
@@ -141,6 +145,10 @@ WRONG = {
         "errors are lost": (deaf, "nobody heard of it"),
         "set_device in threads": (threaded(in_order, one=by_parallel_do), "the whole process"),
         "backward in turn": (threaded(in_order, one=backward_in_turn), "backward one after"),
+        "a row each, and the rest": (
+            threaded(in_order, cut=lambda array, count: np.split(array, range(1, count))),
+            "share the rows evenly",
+        ),
         "all on the first place": (
             threaded(in_order, place_of=lambda places, number: places[0]),
             "place=its place",
