@@ -2,7 +2,7 @@
 
 In DDP each process has its own parameters. Here one process builds one graph, and make_parallel
 builds the model in it once per device: a tower. All towers share one set of variables. In each
-step a tower is sent them (of the embedding, the rows of its words) and its part of the batch, and
+step a tower is sent them (of the embedding, the rows of its words), its targets and its mask, and
 sends its gradients back. This is article D's way, of 2018; it runs today as tf.compat.v1.
 
 Run it:      bash scripts/lesson_07.sh --nproc 2
@@ -127,7 +127,7 @@ def make_batches(sentences, numbers, batch_size, seed):
     """Yield (inputs, targets, mask) without end: integers, integers, floats, (batch_size, time).
 
     Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together.
-    `time` is that of the longest sentence of the batch; the mask is 1 at real words.
+    `time` is the longest sentence and its end; the mask is 1 at a sentence's words and its end.
     """
     coded = [[numbers.get(word, 1) for word in words] for words in sentences]
     generator = np.random.default_rng(seed)
@@ -198,10 +198,7 @@ def lstm_step(x, c, h, kernel, bias):
 
 
 def sum_of_losses(weights, inputs, targets, mask):
-    """Return the sum of the losses of all real words, a scalar; the inputs are (rows, time).
-
-    Both need not be known when the graph is built: the loop over time is in the graph.
-    """
+    """Return the sum of the losses of all real words, a scalar; the inputs are (rows, time)."""
     # The look-up runs where the embedding is: the tower is sent the rows of its words, no more.
     words = tf.nn.embedding_lookup(weights["embedding"], inputs)  # (rows, time, width)
     words = tf.transpose(words, [1, 0, 2])  # (time, rows, width)
@@ -231,15 +228,12 @@ def language_model(first, **part):
 
 def numpy_forward(rows, kernel, bias):
     """Return all that an LSTM layer computes for `rows`, (time, rows, width), step by step."""
-
-    def sigmoid(x):
-        return 1 / (1 + np.exp(-x))
-
     kept, h, c = [], np.zeros_like(rows[0]), np.zeros_like(rows[0])
     for x in rows:
         both, before = np.concatenate([x, h], 1), c
         i, f, g, o = np.split(both @ kernel + bias, 4, 1)
-        i, f, g, o = sigmoid(i), sigmoid(f + 1), np.tanh(g), sigmoid(o)
+        i, f, o = (1 / (1 + np.exp(-gate)) for gate in (i, f + 1, o))  # sigmoids
+        g = np.tanh(g)
         c = f * before + i * g
         h = o * np.tanh(c)
         kept.append((both, before, i, f, g, o, np.tanh(c), h))
@@ -296,11 +290,7 @@ def difference(ours, theirs):
 
 
 class Watched:
-    """A graph of the technique, whose steps can be made under observation.
-
-    The technique does not know it: it is handed a tower that keeps what it is given, and while one
-    looks, the session computes more than it is asked for, and records what runs where.
-    """
+    """A graph of the technique; while one looks, its session computes more, and records."""
 
     def __init__(self, first, devices, batches):
         self.parts, self.devices, self.first = [], devices, first
@@ -340,32 +330,31 @@ class Watched:
 
 
 def what_ran(metadata):
-    """Return [(device, operation, start in ms, duration in ms)] of a recorded step."""
-    ran = []
-    for part in metadata.step_stats.dev_stats:
-        device = part.device.lower().rpartition("device:")[2]
-        for op in part.node_stats:
-            start, duration = op.all_start_micros, op.all_end_rel_micros
-            ran.append((device, op.node_name, start / 1000, duration / 1000))
-    return ran
+    """Return [(device, operation)]: what ran where in a recorded step."""
+    parts = metadata.step_stats.dev_stats
+    pairs = [(part.device.lower().rpartition("device:")[2], part.node_stats) for part in parts]
+    return [(device, op.node_name) for device, ops in pairs for op in ops]
 
 
 def what_crossed(metadata):
-    """Return [(from, to, tensor)]: what one device sends to another in a recorded step."""
-    found = set()
+    """Return [(from, to, tensor, bytes)]: what one device sends to another in a recorded step."""
+    sizes, found = collections.Counter(), []
+    for op in itertools.chain(*(part.node_stats for part in metadata.step_stats.dev_stats)):
+        for slot, kind in ((output.slot, output.tensor_description) for output in op.output):
+            count = np.prod([dim.size for dim in kind.shape.dim], dtype=int)
+            sizes[op.node_name, slot] += int(count) * tf.as_dtype(kind.dtype).size
     for node in itertools.chain(*(part.node for part in metadata.partition_graphs)):
-        if node.op == "_Send":
-            ends = [node.attr[f"{end}_device"].s.decode().lower() for end in ("send", "recv")]
-            found.add((*(end.rpartition("device:")[2] for end in ends), node.input[0]))
-    return sorted((one, other, tensor) for one, other, tensor in found if one != other)
+        ends = [node.attr[f"{end}_device"].s.decode().lower() for end in ("send", "recv")]
+        if node.op == "_Send" and ends[0] != ends[1]:
+            name, _, slot = node.input[0].partition(":")
+            places = (end.rpartition("device:")[2] for end in ends)
+            found.append((*places, node.input[0], sizes[name, int(slot or 0)]))
+    return sorted(found)
 
 
 def misplaced(ran):
-    """Return a tower's operations that ran on another one's device.
-
-    Left out is what belongs to a variable's device: reads and look-ups, and a look-up's gradient.
-    """
-    towers = [(re.search(r"tower_(\d+)/", name), device, name) for device, name, *_ in ran]
+    """Return operations named after a tower, but for reads and look-ups, that ran elsewhere."""
+    towers = [(re.search(r"tower_(\d+)/", name), device, name) for device, name in ran]
     away = [name for tower, device, name in towers if tower and tower[1] != device[4:]]
     return [name for name in away if not re.search("ReadVariableOp|/embedding_lookup", name)]
 
@@ -383,26 +372,38 @@ def wrong_in_parts(parts, batch, towers):
 
 
 def wrong_in_places(watched, step):
-    """Return what is wrong with what ran where, and with what was sent: a list of sentences."""
-    back = {(d, name.split("/")[1]) for d, name, *_ in step.ran if name.startswith("gradients/")}
-    idle = [d for number, d in enumerate(watched.devices) if (d, f"tower_{number}") not in back]
+    """Return what is wrong with the variables, and with what ran where: a list of sentences."""
     away, count, wanted = len(misplaced(step.ran)), len(watched.variables), len(watched.first)
     places = {variable.device.lower()[-5:] for variable in watched.variables.values()}
-    whole = sum("ReadVariableOp" in tensor for *_, tensor in step.crossed)
-    others = (len(watched.devices) - 1) * (wanted - 1)  # of the embedding, only rows are sent
     types = [node.type for node in watched.session.graph.get_operations()]
     changes = sum(bool(re.match("Resource.*(Apply|Scatter)|Assign.*Var", kind)) for kind in types)
     updates = changes - count  # one node gives a variable its first value
     rules = {
         f"{count} variables, not {wanted}: the towers do not share them": count == wanted,
         f"{away} operations of a tower ran on another one's device": away == 0,
-        f"on {' '.join(idle)} no gradient of its tower was computed": not idle,
         f"the variables are on {sorted(places)}": places == {watched.devices[0]},
         f"{updates} nodes update {count} variables": updates == count,
-        f"{whole} whole weights are sent, not {others}": whole == others,
         "no batch is made ahead": "PrefetchDataset" in types,
     }
     return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_bytes(watched, step):
+    """Return which device sent another one too much or too little: a list of sentences."""
+    (home, *others), first, wanted = watched.devices, watched.first, collections.Counter()
+    sent = collections.Counter()
+    for one, other, _, size in step.crossed:
+        sent[one, other] += size
+    for device, part in zip(others, step.parts[1:], strict=False):
+        rows, time = part["mask"].shape
+        # Both ways: six weights, rows of the embedding, four last states, and one number.
+        both = sum(w.nbytes for name, w in first.items() if name != "embedding")
+        both += rows * (time + 4) * first["embedding"][0].nbytes + first["embedding"].itemsize
+        wanted[home, device] = both + part["targets"].nbytes + part["mask"].nbytes
+        wanted[device, home] = both
+    ways = [] if "gpu" in home else sorted(sent | wanted)  # beside GPUs, the host sends as well
+    texts = {way: f"{' to '.join(way)}: {sent[way]:,} bytes, not {wanted[way]:,}" for way in ways}
+    return [texts[way] for way in ways if sent[way] != wanted[way]]
 
 
 def wrong_in_step(step, loss, first, batch, small):
@@ -447,15 +448,14 @@ def train_and_compare(watched, batches, small):
     return SimpleNamespace(losses=losses, off=max(off), first=steps[0], wrong=wrong, rate=rate)
 
 
-def wrong_in_losses(losses, first, last, args):
-    """Return what is wrong with the losses and the perplexities: a list of sentences."""
-    short = args.steps < 100 or args.batch_size < 32  # too short to have learned much
+def wrong_in_learning(before, after, batches, first, last):
+    """Return what is wrong with all steps together: a list of sentences."""
+    short = len(batches) < 100 or len(batches[0][0]) < 32  # too short to have learned much
     fine = np.isfinite(last) and (short or last <= first / 2)
-    rules = {
-        f"{len(losses)} losses in {args.steps} steps": len(losses) == args.steps,
-        f"the perplexity went from {first:.0f} to {last:.0f} only": fine,
-    }
-    return [sentence for sentence, holds in rules.items() if not holds]
+    moved = (after.get("embedding", before) != before).any(1)  # by the steps that read this word
+    missing = sum(not moved[inputs].all() for inputs, *_ in batches)
+    wrong = [f"the update of {missing} steps is missing"] if missing else []
+    return wrong if fine else [*wrong, f"the perplexity went from {first:.0f} to {last:.0f} only"]
 
 
 def save(path, losses, gradients, weights):
@@ -492,18 +492,18 @@ def main(args):
     watched = Watched(weights, devices, make)
     found = train_and_compare(watched, batches, small)
     losses, step = found.losses, found.first
-    wrong = found.wrong + wrong_in_places(watched, step)
+    wrong = found.wrong + wrong_in_places(watched, step) + wrong_in_bytes(watched, step)
     numbers = {"lesson": 7, "world_size": args.nproc, "backend": "graph", "device": devices[0][:3]}
     numbers |= {"variables": len(watched.variables), "misplaced": len(misplaced(step.ran))}
     numbers |= {"max_grad_diff": found.off, "tokens_per_second": float(found.rate)}
     numbers["rows_per_tower"] = [len(part["mask"]) for part in step.parts]
-    numbers["ops_per_device"] = dict(sorted(collections.Counter(d for d, *_ in step.ran).items()))
+    numbers["ops_per_device"] = dict(sorted(collections.Counter(d for d, _ in step.ran).items()))
     first, last = np.exp([losses[0], np.mean(losses[-10:])], dtype="f8").tolist()
     numbers |= {"perplexity_first": first, "perplexity_last": last}
-    wrong += wrong_in_losses(losses, first, last, args)
+    after = watched.run(watched.variables)
+    wrong += wrong_in_learning(weights["embedding"], after, batches, first, last)
     report(numbers, devices, args)
-    if args.save:
-        wrong += save(args.save, losses, step.gradients, watched.run(watched.variables))
+    wrong += save(args.save, losses, step.gradients, after) if args.save else []
     watched.close()
     claim = f"loss, gradients and updates of {args.nproc} towers"
     claim += f" are those of the whole batch (off by {found.off:.1e})" if not wrong else ": "

@@ -1,6 +1,7 @@
 """Wrong attempts at the tasks of lesson 07, and words that their verdict must contain."""
 
-from solutions.lesson_07 import split_rows
+import numpy as np
+from solutions.lesson_07 import loss_per_word, split_rows
 
 # --- Task 2 ---
 
@@ -70,6 +71,15 @@ def as_float(value, n):
     return split_rows(tf.cast(value, "float32"), n)
 
 
+@guarded
+def by_python(value, n):
+    import tensorflow as tf
+
+    return tf.numpy_function(
+        lambda rows: tuple(np.array_split(rows, n)), [value], [value.dtype] * n
+    )
+
+
 def no_device(value, n):
     return split_rows(value, max(1, n))
 
@@ -131,6 +141,20 @@ def no_gradient(losses, masks):
     return tf.stop_gradient(mean_of_means(losses, masks))
 
 
+def half_a_gradient(losses, masks):
+    import tensorflow as tf
+
+    return loss_per_word([tf.stop_gradient(part) / 2 + part / 2 for part in losses], masks)
+
+
+def zero_gradient(losses, masks):
+    import tensorflow as tf
+
+    return tf.stop_gradient(loss_per_word(losses, masks)) + 0 * tf.add_n(
+        [tf.reduce_sum(part) for part in losses]
+    )
+
+
 def nothing_is_merged(losses, masks):
     return losses[0]
 
@@ -150,6 +174,7 @@ WRONG = {
         "padded": (padded, "some were added"),
         "always 4": (always_4, "towers: 5: a list of 5 tensors is needed"),
         "another type": (as_float, "the parts are float32, the value is int32"),
+        "by Python": (by_python, "made by Python in each step"),
         "no device": (no_device, "ValueError"),
     },
     "loss_per_word": {
@@ -161,6 +186,8 @@ WRONG = {
         "the first tower's words": (first_tower_counts, "should the sum be divided by"),
         "nonzero losses are counted": (counted_losses, "should the sum be divided by"),
         "stopped": (no_gradient, "the gradient does not get through"),
+        "half a gradient": (half_a_gradient, "its gradient is another one's"),
+        "zero gradient": (zero_gradient, "the gradient does not get through"),
         "nothing is merged": (nothing_is_merged, "a scalar is wanted"),
     },
     "bytes_of_rows": {
