@@ -16,9 +16,11 @@ ADDED = 'added = {"aggregation": tf.VariableAggregation.SUM}'
 PADDLES = "mine = [paddle.to_tensor(array[rank::world_size])"
 TORCHS = "mine = [torch.from_numpy(array[rank::world_size])"
 CLEAR = "optimizer.clear_grad()\n        return loss\n\n    return step\n\n\ndef pytorch_ddp"
+PADDLE_UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.clear_grad()"
+PADDLE_MERGE = "[paddle.distributed.broadcast(p, 0) for p in layer.parameters()]"
 UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.zero_grad()"
 OWN = 'own = jax.lax.pcast(weights, "data", to="varying")'
-FOUND = 'jax.lax.pmean(found, "data")'
+FOUND = 'jax.lax.psum(found, "data")'
 LOCAL = "with tf.GradientTape() as tape:\n            loss = loss_of(variables, *mine)"
 SPECS = '(P(), P("data"), P("data"), P("data"))'
 
@@ -49,11 +51,19 @@ BREAKS = {
     "paddle: no DataParallel": ("paddle.DataParallel(layer)", "layer"),
     "paddle: all rows for each": (PADDLES, PADDLES.replace("[rank::world_size]", "")),
     "paddle: no clear_grad": (CLEAR, "return loss\n\n    return step\n\n\ndef pytorch_ddp"),
+    "paddle: rank 0 alone updates": (
+        PADDLE_UPDATE,
+        f"rank or {PADDLE_UPDATE}\n        world_size > 1 and {PADDLE_MERGE}",
+    ),
     "pytorch: other weights": ("torch.tensor(w *", "torch.tensor(1.01 * w *"),
     "pytorch: no copy of rank 0's weights": ("Parallel(model)", "Parallel(model, init_sync=False)"),
     "pytorch: no DDP": ("DistributedDataParallel(model)", "model"),
     "pytorch: all rows for each": (TORCHS, TORCHS.replace("[rank::world_size]", "")),
     "pytorch: one worker does not update": (UPDATE, "rank or " + UPDATE),
+    "pytorch: targets are the inputs": (
+        "targets[row, : len(words)]",
+        "targets[row, 1 : len(words) + 1]",
+    ),
     "pytorch: two all-reduces": (
         UPDATE,
         "[dist.all_reduce(w.grad.clone()) for w in model.parameters()]\n        " + UPDATE,
@@ -61,9 +71,15 @@ BREAKS = {
     "jax shard_map: the trap": (OWN, "own = weights"),
     "jax shard_map: two all-reduces": (
         FOUND,
-        FOUND.replace("(found", "(jax.lax.pmean(found, 'data')"),
+        FOUND.replace("found", "jax.lax.pmean(found, 'data')"),
     ),
     "jax shard_map: all rows for each": (SPECS, "(P(), P(), P(), P())"),
+    "jax shard_map: gathers all rows": (
+        "        found = jax.value_and_grad(loss_of)(own",
+        "        mine = [jax.lax.all_gather(m, 'data', tiled=True) for m in mine]\n"
+        "        mine[2] = mine[2] / jax.lax.axis_size('data')\n"
+        "        found = jax.value_and_grad(loss_of)(own",
+    ),
     "jax jit: all rows for each": ("(all_of_it, rows, rows, rows)", "all_of_it"),
     "jax jit: the inputs alone are divided": (
         "it, rows, rows, rows)",
