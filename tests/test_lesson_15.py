@@ -60,10 +60,6 @@ BREAKS = {
     "pytorch: no DDP": ("DistributedDataParallel(model)", "model"),
     "pytorch: all rows for each": (TORCHS, TORCHS.replace("[rank::world_size]", "")),
     "pytorch: one worker does not update": (UPDATE, "rank or " + UPDATE),
-    "pytorch: targets are the inputs": (
-        "targets[row, : len(words)]",
-        "targets[row, 1 : len(words) + 1]",
-    ),
     "pytorch: two all-reduces": (
         UPDATE,
         "[dist.all_reduce(w.grad.clone()) for w in model.parameters()]\n        " + UPDATE,
@@ -157,6 +153,11 @@ def test_one_framework_is_nothing_to_compare(without_processes):
         assert not passed and "of 4 frameworks two are needed" in claim
 
 
-def test_a_framework_that_differs_is_named(without_processes):
+def test_a_framework_that_differs_and_a_wrong_problem_are_named(without_processes, monkeypatch):
     passed, claim, _ = without_processes("pytorch", "jax", off=1e-6)
     assert not passed and "pytorch: its gradient is off by 0.0001" in claim
+    first, batches = lesson.make_problem(lesson.parse_args(["--steps", "2"]))
+    unshifted = first, [(inputs, inputs, share) for inputs, _, share in batches]
+    monkeypatch.setattr(lesson, "make_problem", lambda args: unshifted)
+    passed, claim, _ = without_processes("pytorch", "jax")
+    assert not passed and claim.endswith("the targets are not the words that follow")
