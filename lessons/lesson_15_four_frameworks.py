@@ -146,13 +146,10 @@ def jax_shard_map(loss_of, mesh, rate):
     import jax
     from jax.sharding import PartitionSpec as P
 
-    def scaled_loss(weights, *mine):
-        return loss_of(weights, *mine) * jax.lax.axis_size("data")  # because pmean divides by it
-
     def on_each_device(weights, *mine):
         own = jax.lax.pcast(weights, "data", to="varying")  # else grad adds up over the devices
-        found = jax.value_and_grad(scaled_loss)(own, *mine)  # 3, 4
-        loss, gradients = jax.lax.pmean(found, "data")  # 5
+        found = jax.value_and_grad(loss_of)(own, *mine)  # 3, 4
+        loss, gradients = jax.lax.psum(found, "data")  # 5: a sum, as all of these are parts
         return jax.tree.map(lambda w, g: w - rate * g, weights, gradients), loss  # 6: on each
 
     specs = {"in_specs": (P(), P("data"), P("data"), P("data")), "out_specs": P()}  # 1, 2
@@ -328,8 +325,7 @@ def load_problem(folder):
     """Return what make_problem returned."""
     with np.load(Path(folder, "problem.npz")) as file:
         batches = [*zip(file["inputs"], file["targets"], file["share"], strict=True)]
-        names = [name.removeprefix("weight_") for name in file if name.startswith("weight_")]
-        return {name: file[f"weight_{name}"] for name in names}, batches
+        return {n.removeprefix("weight_"): file[n] for n in file if n[:7] == "weight_"}, batches
 
 
 def make_loss(ops, **others):
@@ -449,7 +445,7 @@ def be_paddle_rank(folder):
         def forward(self, *rows):
             return loss_of(dict(self.named_parameters()), *rows)
 
-    _, found = train_rank(WAYS["paddle"], paddle_alone, Layer, batches, seen)
+    _, found = train_rank("paddle", Layer, paddle.optimizer.SGD, batches, seen)
     found["bytes"] = None  # nothing tells
     Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
     if paddle.distributed.is_initialized():  # not if it is alone
@@ -493,31 +489,33 @@ def be_pytorch_rank(rank, nproc, folder):
         def forward(self, *rows):
             return loss_of(dict(self.named_parameters()), *rows)
 
-    step, found = train_rank(WAYS["pytorch"], pytorch_alone, Model, batches, seen)
+    step, found = train_rank("pytorch", Model, torch.optim.SGD, batches, seen)
     found["bytes"] = bytes_of_collectives(step, batches[0]) if nproc > 1 else 0
     Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def train_rank(make, alone, new_model, batches, seen):
+def train_rank(way, new_model, sgd, batches, seen):
     """Train as one worker of Paddle or PyTorch; return its step, and what was seen."""
-    model = new_model()
+    model, updates, update = new_model(), [], sgd.step
+    sgd.step = lambda *given: updates.append(1) or update(*given)
 
     def read():
         return [{name: np.array(w.detach().numpy()) for name, w in model.named_parameters()}]
 
-    step = make(model, RATE)
-    found = follow(step, read, batches) | {"rows": seen[:1]}
+    step = WAYS[way](model, RATE)
+    found = follow(step, read, batches) | {"rows": seen[:1], "updates": [len(updates)]}
     model = new_model()
-    return step, found | {"alone": follow(alone(model, RATE), read, batches[:1])["after_one"]}
+    alone = globals()[f"{way}_alone"](model, RATE)
+    return step, found | {"alone": follow(alone, read, batches[:1])["after_one"]}
 
 
 def of_all_ranks(nproc, folder):
     """Return what was seen on all ranks: the parts of the loss, added up, and all weights."""
     ranks = [pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(nproc)]
     found = {"loss": [sum(parts) for parts in zip(*(rank["loss"] for rank in ranks), strict=True)]}
-    for name in ("rows", "weights"):
+    for name in ("rows", "weights", "updates"):
         found[name] = [one for rank in ranks for one in rank[name]]
     return ranks[0] | found
 
@@ -614,8 +612,8 @@ def bytes_of_collectives(step, batch):
 def record_first_step(step, batch):
     """Make a first step; return the loss, the bytes sent, how many devices multiply matrices.
 
-    TensorFlow cuts the graph of a step into one for each device, and puts a node _Recv where
-    something crosses, named like the operation whose result it is.
+    TensorFlow cuts the graph of a step into one for each device, and puts a node _Send where
+    something crosses. Its input is the name of a result in the graph as it was written.
     """
     from tensorflow.python.eager import context
 
@@ -624,18 +622,19 @@ def record_first_step(step, batch):
     graphs = context.export_run_metadata().partition_graphs
     context.disable_run_metadata()
     whole, total = step.get_concrete_function(*batch).graph, 0
-    for node in (node for graph in graphs for node in graph.node if node.op == "_Recv"):
-        name = re.sub(r"^edge_\d+_", "", node.attr["tensor_name"].s.decode())
-        order_only = name.startswith("GroupCrossDeviceControlEdges")  # nothing is sent with it
-        results = [] if order_only else whole.get_operation_by_name(name).outputs
-        total += sum(result.shape.num_elements() * result.dtype.size for result in results)
-    return loss, total, sum(any(n.op == "MatMul" for n in graph.node) for graph in graphs)
+    for node in (node for graph in graphs for node in graph.node if node.op == "_Send"):
+        name, _, number = node.input[0].partition(":")
+        if "/ctrl/" not in name:  # that only keeps an order, and is empty
+            result = whole.get_tensor_by_name(f"{name}:{number or 0}")  # or an error that names it
+            result.shape.assert_is_fully_defined()
+            total += result.shape.num_elements() * result.dtype.size
+    return loss, total, sum(any("MatMul" in n.op for n in graph.node) for graph in graphs)
 
 
 def bytes_in_hlo(text):
-    """Return how many bytes a device hands to all-reduces, in a program that XLA has compiled."""
-    total = 0
-    for shapes in re.findall(r" = (.*?) all-reduce(?:-start)?\(", text):
+    """Return how many bytes collectives leave on a device; an all-reduce takes as many."""
+    names, total = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", 0
+    for shapes in re.findall(rf" = (.*?) (?:{names})(?:-start)?\(", text):
         for bits, sizes in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes):
             total += int(bits) // 8 * int(np.prod([int(n) for n in sizes.split(",") if n]))
     return total
@@ -655,8 +654,8 @@ def be_a_framework(framework, nproc, folder):
     end_with_parent()
     os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)  # what C++ code reports
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    own = Path(folder, framework)
-    own.mkdir()
+    (own := Path(folder, framework)).mkdir()
+    os.environ |= {"TMPDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}  # else TensorFlow takes a GPU
     try:
         os.link(Path(folder, "problem.npz"), own / "problem.npz")
         Path(folder, f"{framework}.found").write_bytes(pickle.dumps(WATCH[framework](nproc, own)))
@@ -710,15 +709,15 @@ def bytes_to_expect(way, first, args):
 def wrong_in_way(way, seen, first, args):
     """Return what is wrong with one way, by itself: a list of sentences."""
     off = difference(gradient_of(seen, first), gradient_of(seen, first, "alone"))
-    most, copies = -(-args.batch_size // args.nproc), seen["weights"]
+    most, copies = [args.nproc, -(-args.batch_size // args.nproc)], seen["weights"]
     apart = max(difference(copy, copies[0]) for copy in copies)
     rows, sent, (least, enough) = seen["rows"], seen["bytes"], bytes_to_expect(way, first, args)
     rules = {
         f"its gradient is off by {off:.2g} from that of one device": off < 1e-10,
-        f"its workers get {rows} of {args.batch_size} rows": len(rows) == args.nproc
-        and max(rows) == most,
+        f"its workers get {rows} of {args.batch_size} rows": [len(rows), max(rows)] == most,
         f"the weights of its workers differ by {apart:.2g}": apart == 0,
-        f"{sent} bytes cross, not {least} to {enough}": sent is None or least <= sent <= enough,
+        "a worker does not update in each step": {*seen.get("updates", [])} <= {args.steps},
+        f"{sent} bytes in a step, not {least} to {enough}": sent is None or least <= sent <= enough,
     }
     return [sentence for sentence, holds in rules.items() if not holds]
 
@@ -739,9 +738,11 @@ def wrong_in_pair(one, other, first):
     return off, [sentence for sentence, holds in rules.items() if not holds]
 
 
-def compare(found, first, args):
+def compare(found, first, batches, args):
     """Return the largest difference of gradients of each pair of frameworks, and what is wrong."""
     wrong = [f"{w}: {said}" for w in found for said in wrong_in_way(w, found[w], first, args)]
+    if any((inputs[:, 1:] != targets[:, :-1]).any() for inputs, targets, _ in batches):
+        wrong.append("the targets are not the words that follow")
     start = max(seen["loss"][0] for seen in found.values())
     if abs(start - np.log(len(first["embedding"]))) > 0.05:
         wrong.append(f"the first loss, {start:.3g}, is not log {len(first['embedding'])}")
@@ -780,9 +781,9 @@ def main(args):
         return False, f"of {len(WATCH)} frameworks two are needed, installed: {there}", numbers
     with tempfile.TemporaryDirectory() as folder:
         save_problem(folder, args)
-        first, _ = load_problem(folder)
+        first, batches = load_problem(folder)
         found = in_processes(there, args.nproc, folder)
-    pairs, wrong = compare(found, first, args)
+    pairs, wrong = compare(found, first, batches, args)
     numbers |= {"max_grad_diff": pairs, "weights": sum(w.size for w in first.values())}
     numbers["loss_first"] = {way: seen["loss"][0] for way, seen in found.items()}
     numbers["loss_last"] = {way: seen["loss"][-1] for way, seen in found.items()}
@@ -797,10 +798,9 @@ def main(args):
 
 def report(numbers, args):
     """Print what a reader wants to know."""
-    size, way = numbers["weights"], next(iter(numbers["rows_per_step"]))
-    rows = " and ".join(map(str, numbers["rows_per_step"][way]))
+    rows = " and ".join(map(str, next(iter(numbers["rows_per_step"].values()))))
     print(f"{args.nproc} workers, {rows} of {args.batch_size} sentences in a step;", end=" ")
-    print(f"{size:,} weights, {8 * size:,} bytes")
+    print(f"{numbers['weights']:,} weights, {8 * numbers['weights']:,} bytes")
     for way, start in numbers["loss_first"].items():
         sent, lines = numbers["bytes_per_step"][way], numbers["lines_added"][way]
         told = "bytes are not counted" if sent is None else f"{sent:,} bytes in a step"

@@ -16,9 +16,11 @@ ADDED = 'added = {"aggregation": tf.VariableAggregation.SUM}'
 PADDLES = "mine = [paddle.to_tensor(array[rank::world_size])"
 TORCHS = "mine = [torch.from_numpy(array[rank::world_size])"
 CLEAR = "optimizer.clear_grad()\n        return loss\n\n    return step\n\n\ndef pytorch_ddp"
+PADDLE_UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.clear_grad()"
+PADDLE_MERGE = "[paddle.distributed.broadcast(p, 0) for p in layer.parameters()]"
 UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.zero_grad()"
 OWN = 'own = jax.lax.pcast(weights, "data", to="varying")'
-FOUND = 'jax.lax.pmean(found, "data")'
+FOUND = 'jax.lax.psum(found, "data")'
 LOCAL = "with tf.GradientTape() as tape:\n            loss = loss_of(variables, *mine)"
 SPECS = '(P(), P("data"), P("data"), P("data"))'
 
@@ -49,6 +51,10 @@ BREAKS = {
     "paddle: no DataParallel": ("paddle.DataParallel(layer)", "layer"),
     "paddle: all rows for each": (PADDLES, PADDLES.replace("[rank::world_size]", "")),
     "paddle: no clear_grad": (CLEAR, "return loss\n\n    return step\n\n\ndef pytorch_ddp"),
+    "paddle: rank 0 alone updates": (
+        PADDLE_UPDATE,
+        f"rank or {PADDLE_UPDATE}\n        world_size > 1 and {PADDLE_MERGE}",
+    ),
     "pytorch: other weights": ("torch.tensor(w *", "torch.tensor(1.01 * w *"),
     "pytorch: no copy of rank 0's weights": ("Parallel(model)", "Parallel(model, init_sync=False)"),
     "pytorch: no DDP": ("DistributedDataParallel(model)", "model"),
@@ -61,9 +67,15 @@ BREAKS = {
     "jax shard_map: the trap": (OWN, "own = weights"),
     "jax shard_map: two all-reduces": (
         FOUND,
-        FOUND.replace("(found", "(jax.lax.pmean(found, 'data')"),
+        FOUND.replace("found", "jax.lax.pmean(found, 'data')"),
     ),
     "jax shard_map: all rows for each": (SPECS, "(P(), P(), P(), P())"),
+    "jax shard_map: gathers all rows": (
+        "        found = jax.value_and_grad(loss_of)(own",
+        "        mine = [jax.lax.all_gather(m, 'data', tiled=True) for m in mine]\n"
+        "        mine[2] = mine[2] / jax.lax.axis_size('data')\n"
+        "        found = jax.value_and_grad(loss_of)(own",
+    ),
     "jax jit: all rows for each": ("(all_of_it, rows, rows, rows)", "all_of_it"),
     "jax jit: the inputs alone are divided": (
         "it, rows, rows, rows)",
@@ -141,6 +153,11 @@ def test_one_framework_is_nothing_to_compare(without_processes):
         assert not passed and "of 4 frameworks two are needed" in claim
 
 
-def test_a_framework_that_differs_is_named(without_processes):
+def test_a_framework_that_differs_and_a_wrong_problem_are_named(without_processes, monkeypatch):
     passed, claim, _ = without_processes("pytorch", "jax", off=1e-6)
     assert not passed and "pytorch: its gradient is off by 0.0001" in claim
+    first, batches = lesson.make_problem(lesson.parse_args(["--steps", "2"]))
+    unshifted = first, [(inputs, inputs, share) for inputs, _, share in batches]
+    monkeypatch.setattr(lesson, "make_problem", lambda args: unshifted)
+    passed, claim, _ = without_processes("pytorch", "jax")
+    assert not passed and claim.endswith("the targets are not the words that follow")

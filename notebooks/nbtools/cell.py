@@ -162,9 +162,9 @@ def free_ports(count):
     return ports
 
 
-# --- A framework that is not installed ---
+# --- A framework that is not installed, and the lesson that needs it ---
 
-FRAMEWORKS = {"tensorflow": "07", "paddle": "08", "jax": "15"}  # the lesson that needs it
+FRAMEWORKS = {"tensorflow": "07", "paddle": "08", "jax": "15", "jaxlib": "15"}
 
 
 def explain_missing_frameworks():
@@ -176,11 +176,12 @@ def explain_missing_frameworks():
 
 def _what_to_run(shell, kind, error, traceback, tb_offset=None):
     """Show that a module was not found, as IPython does; if it is a framework, in one line."""
-    if error.name in FRAMEWORKS:
-        number = FRAMEWORKS[error.name]
+    name = error.name or getattr(error.__cause__, "name", None)  # jax raises its own for jaxlib
+    if name in FRAMEWORKS:
+        number = FRAMEWORKS[name]
         missing = needs.missing_packages(lessons.find(number), lessons.FRAMEWORKS)
         if Path(sys.prefix).resolve() == lessons.ROOT / ".venv":
-            missing = f"needs {error.name}: bash scripts/setup.sh {number}"
+            missing = f"needs {name}: bash scripts/setup.sh {number}"
         line = f"this notebook {missing}; then run this cell again"
         error._render_traceback_ = lambda: [line]  # IPython asks for this, as of RankFailed
     shell.showtraceback((kind, error, traceback), tb_offset, running_compiled_code=True)

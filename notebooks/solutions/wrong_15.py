@@ -41,6 +41,35 @@ def fell_into_the_trap(loss_of, weights, rows, answers, real):
     return jax.tree.map(lambda total: total / count, sums)
 
 
+def knows_the_count(loss_of, weights, rows, answers, real):
+    def own_part(w):
+        return jnp.sum(loss_of(w, rows, answers) * real) / 7
+
+    return jax.lax.psum(jax.grad(own_part)(own(weights)), "data")
+
+
+def first_rows(loss_of, weights, rows, answers, real):
+    return sum_over_count(loss_of, weights, rows, answers, jnp.arange(len(real)) < jnp.sum(real))
+
+
+def sum_over_count(loss_of, weights, rows, answers, real):
+    def own_sum(w):
+        return jnp.sum(loss_of(w, rows, answers) * real)
+
+    found = jax.lax.psum((jax.grad(own_sum)(own(weights)), jnp.sum(real)), "data")
+    return jax.tree.map(lambda total: total / found[1], found[0])
+
+
+def cuts_rows_itself(loss_of, mesh):
+    def on_each_device(weights, rows, answers, real):
+        first = jax.lax.axis_index("data") * len(real)
+        rows = jax.lax.dynamic_slice_in_dim(own(rows), first, len(real))
+        return sum_over_count(loss_of, weights, rows, answers, real)
+
+    specs = SPECS | {"in_specs": (P(), P(), P("data"), P("data"))}
+    return jax.jit(jax.shard_map(on_each_device, mesh=mesh, **specs))
+
+
 def counts_all_rows(loss_of, weights, rows, answers, real):
     def own_mean(w):
         return jnp.mean(loss_of(w, rows, answers) * real)
@@ -99,6 +128,12 @@ def equal_shares(batch, share, count):
     return longer, np.full(len(longer[0]), 1 / len(longer[0]))
 
 
+def words_become_floats(batch, share, count):
+    missing = -len(share) % count
+    longer = [np.concatenate([a, np.zeros((missing, *a.shape[1:]))]) for a in (*batch, share)]
+    return longer[:-1], longer[-1]
+
+
 def drops_rows(batch, share, count):
     kept = len(share) // count * count
     return [array[:kept] for array in batch], share[:kept]
@@ -126,6 +161,9 @@ WRONG = {
         "the mean of means": (divided(mean_of_own_means), "on 2 devices the gradient of"),
         "the trap": (divided(fell_into_the_trap), "2 times the right one"),
         "all rows count": (divided(counts_all_rows), "0.5833 times the right one"),
+        "knows the count": (divided(knows_the_count), "0.2857 times the right one"),
+        "no holes": (divided(first_rows), "the gradient of"),
+        "cuts rows itself": (cuts_rows_itself, "computes with all rows"),
         "gathers all rows": (divided(gathers_all_rows), "computes with all rows"),
         "all rows on each": (all_rows_on_each, "computes with all rows"),
         "one device": (on_one_device, "computes with all rows"),
@@ -134,6 +172,7 @@ WRONG = {
     "fill_up": {
         "repeats the last row": (repeats_the_last_row, "which rows count?"),
         "equal shares": (equal_shares, "which rows count?"),
+        "words become floats": (words_become_floats, "float64"),
         "drops rows": (drops_rows, "there must be 12 rows"),
         "two rows, always": (two_rows, "11 rows, count 2: there must be 12"),
         "always": (always_fills_up, "there must be 10 rows"),
