@@ -16,7 +16,7 @@ Output to expect on a CPU:
     halving             2    1,000,000        2 ...
     ring                2    1,000,000        2 ...
     library ...
-    PASS naive, tree, doubling, halving, ring: the library's sum (off by ...), same bits on all ranks
+    PASS naive, tree, doubling, halving, ring: the library's sum ... same bits on all ranks
 """
 
 import argparse
@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def swap(leaving, target, coming, source):
     """Send one tensor while another arrives; return when both are through."""
-    pair = [dist.P2POp(dist.isend, leaving, target), dist.P2POp(dist.irecv, coming, source)]
+    pair = [dist.P2POp(dist.irecv, coming, source), dist.P2POp(dist.isend, leaving, target)]
     for work in dist.batch_isend_irecv(pair):
         work.wait()  # before it, `leaving` may not change, and `coming` has no meaning
 
@@ -324,7 +324,7 @@ def time_it(names, sizes, rounds, batch_size, device):
     mine = []
     for tensor in [torch.zeros(numbers, device=device) for numbers in sizes]:
         for turn in range(rounds + 1):  # the first one warms up
-            for name, work in works.items():
+            for work in works.values():
                 dist.barrier()
                 begin = time.perf_counter()
                 for _ in range(batch_size):
@@ -406,7 +406,8 @@ def parse_args(argv=None):
     parser.add_argument("--algorithm", **names, help="%(choices)s; if not given: %(default)s")
     sizes = {"type": some_megabytes, "nargs": "+", "default": [1.0]}
     parser.add_argument("--megabytes", **sizes, help="sizes of the tensor, of float32: 1")
-    parser.add_argument("--steps", type=whole(1, 10**6), default=5, help="rounds timed: %(default)s")
+    turns = "times that each is timed: %(default)s"
+    parser.add_argument("--steps", type=whole(1, 10**6), default=5, help=turns)
     in_a_row = "all-reduces that are timed together: %(default)s"
     parser.add_argument("--batch-size", type=whole(1, 10**6), default=1, help=in_a_row)
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")

@@ -29,6 +29,12 @@ BREAKS = {
         NAIVE_ADDS,
         NAIVE_ADDS.replace("tensor += arrived", "tensor.copy_(arrived)"),
     ),
-    "naive: each sends its own back": ("        dist.recv(tensor, 0)", "        dist.recv(arrived, 0)"),
-    "naive: it calls the library": ("        dist.send(tensor, 0)\n        dist.recv(tensor, 0)\n", ""),
+    "naive: each sends its own back": (
+        "        dist.recv(tensor, 0)",
+        "        dist.recv(arrived, 0)",
+    ),
+    "naive: it calls the library": (
+        "        dist.send(tensor, 0)\n        dist.recv(tensor, 0)\n",
+        "",
+    ),
 }
