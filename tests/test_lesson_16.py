@@ -1,7 +1,7 @@
 """Lesson 16: an all-reduce by send and receive, in five ways; PASS sees bits, bytes and rounds."""
 
-import ast
-import re
+import inspect
+import json
 from pathlib import Path
 
 import lesson_16_all_reduce as lesson
@@ -10,31 +10,104 @@ from breaks import check_breaks
 from conftest import run_warm
 
 POWERS = (2, 4)  # where doubling and halving run
-NAIVE_ADDS = "        dist.recv(arrived, other)\n        tensor += arrived"
-SUMS = "        swap(leaving, right, arrived, left)\n        mine += arrived"
-ROUND = "swap(chunks[(rank + 1 - step) % n], right, chunks[(rank - step) % n], left)"
+NAIVE = "        dist.recv(arrived, other)\n        tensor += arrived"
+LEAF = "        dist.send(tensor, 0)\n        dist.recv(tensor, 0)\n"
+SENDS_BACK = "    for other in range(1, n) if rank == 0 else ():\n        dist.send(tensor, other)"
+SWAPS = "        swap(tensor, rank ^ distance, arrived, rank ^ distance)\n        tensor += arrived"
+HALVES = "        swap(theirs, partner, arrived, partner)\n        mine += arrived"
+BACK = "        swap(mine, partner, theirs, partner)\n"
+CHUNKS = "    chunks = tensor.tensor_split(n)"
+FIRST = "        leaving, mine = chunks[(rank - step) % n]"
+ADDS = "        swap(leaving, right, arrived, left)\n        mine += arrived"
+GO_ROUND = "swap(chunks[(rank + 1 - step) % n], right, chunks[(rank - step) % n], left)"
+PAIR = "[dist.P2POp(dist.irecv, coming, source), dist.P2POp(dist.isend, leaving, target)]"
+
+CHAIN = """def tree(tensor):
+    rank, n, arrived = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+    if rank + 1 < n:
+        dist.recv(arrived, rank + 1)
+        tensor += arrived
+    if rank > 0:
+        dist.send(tensor, rank - 1)
+        dist.recv(tensor, rank - 1)
+    if rank + 1 < n:
+        dist.send(tensor, rank + 1)
+"""
+CAROUSEL = """def ring(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing, total = tensor.clone(), tensor.clone()
+    for _ in range(n - 1):
+        arrived = torch.empty_like(tensor)
+        swap(passing, (rank + 1) % n, arrived, (rank - 1) % n)
+        total += arrived
+        passing = arrived
+    tensor.copy_(total)
+"""
 
 BREAKS = {
     "nobody waits": ("        work.wait()  #", "        pass  #"),
-    "only the send is waited for": (
-        "in dist.batch_isend_irecv(pair):",
-        "in dist.batch_isend_irecv(pair)[:1]:",
+    "what arrives is not waited for": ("isend_irecv(pair):", "isend_irecv(pair)[1:]:"),
+    "the send is not waited for": ("isend_irecv(pair):", "isend_irecv(pair)[:1]:"),
+    "the send is posted first": (f"pair = {PAIR}", f"pair = {PAIR}[::-1]"),
+    "a buffer changes while it is sent": (
+        "isend_irecv(pair):\n        work.wait()",
+        "isend_irecv(pair):\n        leaving.add_(1)\n        work.wait()",
     ),
-    "naive: the last rank is left out": (
-        f"range(1, n) if rank == 0 else ():\n{NAIVE_ADDS}",
-        "range(1, n) if rank == 0 else ():\n        dist.recv(arrived, other)\n"
-        "        tensor += arrived * (other < n - 1)",
+    "naive: a mean": (NAIVE, NAIVE.replace("+= arrived", "+= arrived / n")),
+    "naive: the last that came": (NAIVE, NAIVE.replace("+= arrived", "= arrived")),
+    "naive: what comes back is lost": (LEAF, LEAF.replace("recv(tensor", "recv(arrived")),
+    "naive: one rank rounds": (LEAF, f"{LEAF}        tensor *= 1 + 2**-23\n"),
+    "naive: the library sends it back": (
+        f"{LEAF}{SENDS_BACK}",
+        "        dist.send(tensor, 0)\n    dist.broadcast(tensor, 0)",
     ),
-    "naive: what arrived last is the sum": (
-        NAIVE_ADDS,
-        NAIVE_ADDS.replace("tensor += arrived", "tensor.copy_(arrived)"),
+    "naive: the library does it": (
+        inspect.getsource(lesson.naive),
+        "def naive(tensor):\n    dist.all_reduce(tensor)\n",
     ),
-    "naive: each sends its own back": (
-        "        dist.recv(tensor, 0)",
-        "        dist.recv(arrived, 0)",
+    "tree: what comes back is lost": (
+        "dist.recv(tensor, parent)",
+        "dist.recv(torch.empty_like(tensor), parent)",
     ),
-    "naive: it calls the library": (
-        "        dist.send(tensor, 0)\n        dist.recv(tensor, 0)\n",
-        "",
+    "tree: a chain": (inspect.getsource(lesson.tree), CHAIN, (4,)),
+    "tree: everybody tells rank 0": (
+        inspect.getsource(lesson.tree),
+        inspect.getsource(lesson.naive).replace("naive", "tree"),
+        (4,),
     ),
+    "doubling: added twice": (SWAPS, SWAPS + "\n        tensor += arrived", POWERS),
+    "doubling: a round too few": ("while distance < n:", "while distance < n // 2:", POWERS),
+    "doubling: always the neighbour": (SWAPS, SWAPS.replace("^ distance", "^ 1"), (4,)),
+    "doubling: bfloat16 travels": (
+        SWAPS,
+        "        arrived = torch.empty_like(tensor, dtype=torch.bfloat16)\n"
+        + SWAPS.replace("swap(tensor,", "swap(tensor.bfloat16(),"),
+        POWERS,
+    ),
+    "halving: sends all": (
+        HALVES,
+        "        whole = torch.empty_like(tensor)\n"
+        "        swap(tensor, partner, whole, partner)\n"
+        "        tensor += whole",
+        POWERS,
+    ),
+    "halving: nothing is added": (HALVES, HALVES.replace("mine += arrived", "pass"), POWERS),
+    "halving: no way back": (BACK, "", POWERS),
+    "halving: what comes back is lost": (BACK, BACK.replace("theirs,", "theirs.clone(),"), POWERS),
+    "ring: all chunks are copies": (CHUNKS, "    chunks = tensor.clone().tensor_split(n)"),
+    "ring: the rest is forgotten": (
+        CHUNKS,
+        CHUNKS.replace("tensor.", "tensor[: len(tensor) // n * n]."),
+    ),
+    "ring: a round too few": (f"range(n - 1):\n{FIRST}", f"range(n - 2):\n{FIRST}"),
+    "ring: nothing is added": (ADDS, ADDS.replace("mine += arrived", "pass")),
+    "ring: sums do not go round": (GO_ROUND, "pass"),
+    "ring: whole tensors, added as they come": (inspect.getsource(lesson.ring), CAROUSEL),
 }
+FOR_FOUR = {name: row for name, row in BREAKS.items() if row[2:] and 4 in row[2]}
+FLAGS = ("--megabytes", 0.004, "--steps", 1)
+
+
+@pytest.mark.parametrize("nproc, breaks", [(2, BREAKS), (3, BREAKS), (4, FOR_FOUR)], ids="234")
+def test_each_break_ends_in_fail(nproc, breaks):
+    check_breaks(16, breaks, nproc, *FLAGS)
