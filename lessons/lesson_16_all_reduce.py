@@ -140,25 +140,26 @@ def budget(name, n, numbers):
 
 
 class Counter(TorchDispatchMode):
-    """Counts what goes through PyTorch's library of collectives: {name of the operation: count}."""
+    """Counts what goes through PyTorch's library of collectives: calls by name, bytes sent."""
 
     def __init__(self):
         super().__init__()
-        self.calls = {}
+        self.calls, self.nbytes = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "c10d" in function.namespace:
             name = function._schema.name.partition("::")[2].rstrip("_")
             self.calls[name] = self.calls.get(name, 0) + 1
+            self.nbytes += sum(tensor.nbytes for tensor in args[0]) * (name == "send")
         return function(*args, **(kwargs or {}))
 
 
 class Work:
     """A message of swap() that is under way. Only who waits for it gets what has arrived."""
 
-    def __init__(self, watch, work, tensor, arrives):
-        self.watch, self.work, self.tensor, self.arrives = watch, work, tensor, arrives
-        self.before, self.waited = tensor.clone(), False
+    def __init__(self, watch, tensor, arrives):
+        self.watch, self.tensor, self.arrives = watch, tensor, arrives
+        self.before, self.waited, self.work = tensor.clone(), False, None
 
     def wait(self):
         self.work.wait()
@@ -190,17 +191,19 @@ class Watch:
         return self.library["recv"](tensor, src)
 
     def batch_isend_irecv(self, ops):
-        if [op.op for op in ops][-1] is not dist.isend:  # see the notebook: up to twice the time
+        sends = [op.op.__name__ == "isend" for op in ops]
+        if sends != sorted(sends):  # over a slow link it takes up to twice the time: see the page
             self.wrong.append("a send is posted before its receive")
-        self.rounds.append([(op.op is dist.isend, op.peer, op.tensor.nbytes) for op in ops])
-        coming = [None if op.op is dist.isend else torch.empty_like(op.tensor) for op in ops]
-        copies = [
-            dist.P2POp(op.op, op.tensor.clone() if new is None else new, op.peer)
-            for op, new in zip(ops, coming, strict=True)
-        ]
-        works = self.library["batch_isend_irecv"](copies)
-        parts = zip(works, ops, coming, strict=True)
-        mine = [Work(self, work, op.tensor, new) for work, op, new in parts]
+        self.rounds.append(
+            [(s, op.peer, op.tensor.nbytes) for s, op in zip(sends, ops, strict=True)]
+        )
+        copies, mine = [], []
+        for op, send in zip(ops, sends, strict=True):
+            copy = op.tensor.clone() if send else torch.empty_like(op.tensor)
+            copies.append(dist.P2POp(op.op, copy, op.peer))
+            mine.append(Work(self, op.tensor, None if send else copy))
+        for work, real in zip(mine, self.library["batch_isend_irecv"](copies), strict=True):
+            work.work = real
         self.works += mine  # they live until the end: gloo would write into freed memory
         return mine
 
@@ -209,7 +212,7 @@ class Watch:
         """Watch what happens in a with-block, and whether it goes past us."""
         watched = {name: getattr(self, name) for name in self.library}
         with patch.multiple(dist, **watched), Counter() as counter:
-            yield self
+            yield counter
         sent = [sends for ops in self.rounds for sends, *_ in ops]
         seen = {"send": sum(sent), "recv": len(sent) - sum(sent)}
         if counter.calls != {name: count for name, count in seen.items() if count}:

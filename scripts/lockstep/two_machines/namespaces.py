@@ -89,7 +89,7 @@ class Machines:
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
         self.machines = [self.make(number) for number in range(self.count)]
-        self.switches, self.ends = [], []  # ends: (machine, interface) of the cables
+        self.switches = []
         self.connect()
         return self
 
@@ -113,7 +113,6 @@ class Machines:
         """Join two machines: (machine, name of its interface) of each."""
         ends = [[name, "netns", machine.first] for machine, name in (one, other)]
         call("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
-        self.ends += [one, other]
 
     def switch_on(self, machine):
         """Give a machine's end of the cable its address, and let it know the others' names."""
@@ -135,10 +134,10 @@ class Machines:
         self.temporary.cleanup()
 
     def limit(self, rate):
-        """Let each cable carry so many megabits per second, in each direction. Raises OSError."""
+        """Let each machine send so many megabits per second. Raises OSError."""
         shape = ["tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "1s"]
-        for machine, interface in self.ends:
-            machine.do("tc", "qdisc", "add", "dev", interface, "root", *shape)
+        for machine in self.machines:
+            machine.do("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
 
 class TwoMachines(Machines):
@@ -149,7 +148,6 @@ class TwoMachines(Machines):
 
     def connect(self):
         """Lay one cable from machine to machine, and give its ends their addresses."""
-        self.ends = []
         self.lay_a_cable(*[(machine, "eth0") for machine in self.machines])
         for machine in self.machines:
             self.switch_on(machine)

@@ -10,7 +10,7 @@ root.
 
 --machines    how many (2); more than two have a cable each, to a switch
 --nproc       ranks on all machines together (4, or one each); the first ones have the odd ones
---rate        each cable carries so many megabits per second
+--rate        each machine sends so many megabits per second, at most
 """
 
 import sys
