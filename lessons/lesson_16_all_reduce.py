@@ -229,31 +229,37 @@ def same(one, other):
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
 
 
-def longest_path(everyone, per_message=1, per_byte=0):
-    """Return when the last rank has ended, if each message keeps both its ends busy for a time.
+def play(everyone, per_message=1, per_byte=0):
+    """Play what Watch has seen, everyone[rank], again, on a clock on which messages take a time.
 
-    everyone[rank] are its rounds, as Watch has them. By default a message takes 1, whatever its
-    size: then this is how many messages must follow each other. None if they never meet.
+    A message keeps both its ends busy. Returns [(when it ends, source, target, bytes)]; by default
+    a message takes 1, so this is its round. None, if some messages never meet.
     """
     now, left = [0] * len(everyone), [[list(ops) for ops in rounds] for rounds in everyone]
-    ends = list(now)
+    ends, found = list(now), []
     while any(left):
         before = [len(rounds) for rounds in left]
         for rank, rounds in enumerate(left):
-            for op in list(rounds[0]) if rounds else ():
-                sends, other, nbytes = op
-                match = (not sends, rank, nbytes)
-                if sends and left[other] and match in left[other][0]:
-                    rounds[0].remove(op), left[other][0].remove(match)
+            for op in [op for op in (rounds[0] if rounds else ()) if op[0]]:
+                _, other, nbytes = op
+                if left[other] and (False, rank, nbytes) in left[other][0]:
+                    rounds[0].remove(op), left[other][0].remove((False, rank, nbytes))
                     end = max(now[rank], now[other]) + per_message + per_byte * nbytes
                     ends[rank], ends[other] = max(ends[rank], end), max(ends[other], end)
+                    found.append((end, rank, other, nbytes))
         for rank, rounds in enumerate(left):
             if rounds and not rounds[0]:
-                rounds.pop(0)
                 now[rank] = ends[rank]
+                rounds.pop(0)
         if [len(rounds) for rounds in left] == before:
             return None
-    return max(now)
+    return sorted(found)
+
+
+def rounds_of(everyone):
+    """Return how many messages must follow each other; None if some never meet."""
+    messages = play(everyone)
+    return None if messages is None else max((end for end, *_ in messages), default=0)
 
 
 def from_all_ranks(value):
@@ -292,7 +298,7 @@ def judge(name, everyone, numbers, item):
     """Return (what the busiest rank sends, its messages, rounds), and all that is wrong."""
     sent = [[op for ops in seen["rounds"] for op in ops if op[0]] for seen in everyone]
     nbytes = max(sum(size for *_, size in ops) for ops in sent)
-    measured = nbytes, max(map(len, sent)), longest_path([seen["rounds"] for seen in everyone])
+    measured = nbytes, max(map(len, sent)), rounds_of([seen["rounds"] for seen in everyone])
     sends, *others = budget(name, len(everyone), numbers)
     wanted = (sends * item, *others)
     words = "{:,} bytes in {} messages, {} rounds"
