@@ -108,3 +108,84 @@ FLAGS = ("--megabytes", 0.004, "--steps", 1)
 @pytest.mark.parametrize("nproc, breaks", [(2, BREAKS), (3, BREAKS), (4, FOR_FOUR)], ids="234")
 def test_each_break_ends_in_fail(nproc, breaks):
     check_breaks(16, breaks, nproc, *FLAGS)
+
+
+# --- The whole script ---
+
+
+@pytest.mark.claim("E1")
+def test_default_run(default_run):
+    result = default_run(16).json
+    names = ["naive", "tree", "doubling", "halving", "ring"]
+    assert (result["algorithms"], result["same_bits"]) == (names, True)
+    assert result["bytes_busiest"] == {name: [1_000_000] for name in names}
+    assert result["messages_busiest"] == dict(zip(names, (1, 1, 1, 2, 2), strict=True))
+    assert result["rounds"] == dict(zip(names, (2, 2, 1, 2, 2), strict=True))
+    assert set(result["milliseconds"]) == {*names, "library"}
+    assert result["max_diff"] == 0.0  # of two ranks, there is only one order
+
+
+@pytest.mark.parametrize("nproc", (1, 5, 6, 8))
+def test_other_numbers_of_ranks_pass(nproc):
+    (code, stdout), *others = run_warm(lesson.__file__, nproc, *FLAGS, "--json")
+    assert (code, others) == (0, [(0, "")] * (nproc - 1)), stdout
+    result = json.loads(stdout.splitlines()[-1])
+    left_out = [] if nproc in (1, 8) else ["doubling", "halving"]
+    assert sorted([*result["algorithms"], *left_out]) == sorted(lesson.ALGORITHMS)
+    assert ("need a power of two, and not" in stdout) == bool(left_out)
+    if nproc == 8:  # the formulas by hand: 1,000 numbers
+        sent = {"naive": 28000, "tree": 12000, "doubling": 12000, "halving": 7000, "ring": 7000}
+        assert result["bytes_busiest"] == {name: [nbytes] for name, nbytes in sent.items()}
+        assert list(result["rounds"].values()) == [14, 6, 3, 6, 14]
+
+
+def test_an_algorithm_that_needs_a_power_of_two_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for flags, words in (
+        ("--algorithm doubling", "doubling needs a power of two, and not 6 ranks"),
+        ("--algorithm star", "invalid choice: 'star'"),
+        ("--megabytes -1", "must be a number from 0 to 1000, not '-1'"),
+        ("--megabytes 1 nan", "must be a number from 0 to 1000, not 'nan'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            lesson.parse_args(flags.split())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and words in line
+
+
+def test_each_algorithm_has_at_most_15_lines():
+    for algorithm in lesson.ALGORITHMS.values():
+        assert len(inspect.getsource(algorithm).splitlines()) <= 15, algorithm
+
+
+# --- The technique in a project of one's own ---
+
+PROJECT = """
+
+import sys
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+for add_up in (naive, tree, ring) if n == 3 else (naive, tree, doubling, halving, ring):
+    tensor = torch.arange(5.0) + rank
+    add_up(tensor)
+    print(add_up.__name__, tensor.tolist())
+try:
+    doubling(torch.ones(1))
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_the_technique_runs_in_a_project_of_ones_own(nproc, tmp_path):
+    technique = Path(lesson.__file__).read_text().partition("# --- The technique ---")[2]
+    imports = "import torch\nimport torch.distributed as dist\n"
+    file = tmp_path / "project.py"
+    file.write_text(imports + technique.partition("# --- The proof ---")[0] + PROJECT)
+    total = [float(nproc * number + nproc * (nproc - 1) // 2) for number in range(5)]
+    names = list(lesson.ALGORITHMS) if nproc == 2 else ["naive", "tree", "ring"]
+    lines = [f"{name} {total}" for name in names]
+    lines += ["doubling needs a power of two, and not 3 ranks"] * (nproc == 3)
+    assert run_warm(file, nproc) == [(0, "\n".join(lines) + "\n")] * nproc
