@@ -1,10 +1,13 @@
 """Lesson 16: an all-reduce by send and receive, in five ways; PASS sees bits, bytes and rounds."""
 
 import inspect
+import json
+from pathlib import Path
 
 import lesson_16_all_reduce as lesson
 import pytest
 from breaks import check_breaks
+from conftest import run_warm
 
 POWERS = (2, 4)  # where doubling and halving run
 NAIVE = "        dist.recv(arrived, other)\n        tensor += arrived"
