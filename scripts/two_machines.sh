@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a lesson, the doctor or a script of yours on two machines that are one (network namespaces).
+# Runs a lesson, the doctor or a script of yours on two machines, or --machines N, that are one.
 #   sudo bash scripts/two_machines.sh 14 [--nproc RANKS] [--rate MBIT]
 #   sudo bash scripts/two_machines.sh my_train.py --epochs 3
 #   sudo bash scripts/two_machines.sh faults                  the usual mistakes; --help says more

@@ -248,7 +248,10 @@ def test_a_picture_carries_its_events():
 
 
 def test_the_stories_say_what_the_lessons_say(stories):
-    ring, parallel, buckets, pipeline = stories.values()
+    ring, tree, doubling, parallel, buckets, pipeline = stories.values()
+    for story, ranks, rounds, messages in ((tree, 6, 6, 10), (doubling, 4, 2, 8)):
+        assert (len(story["steps"]), len(story["events"])) == (rounds, messages)
+        assert {text.partition("\n")[2] for text in story["holds"][-1]} == {"1" * ranks}
     for rank in ring["places"]:  # three ranks: 2(n-1) steps, 2(n-1)/n of 24 float64
         sent = [event["nbytes"] for event in ring["events"] if event["source"] == rank]
         assert sent == [24 * 8 // 3] * len(ring["steps"]) == [64] * 4
@@ -273,10 +276,11 @@ def test_the_page_names_the_lesson_and_the_bytes_of_each_story(stories):
 
 @needs_node
 def test_the_player_tells_the_same(stories):
-    ring, _, buckets, pipeline = told = steps_of(*stories.values())
+    ring, tree, _, _, buckets, pipeline = told = steps_of(*stories.values())
     assert [steps[-1].get("sent", 0) for steps in told] == [*map(total, stories.values())]
     sends = "rank 0 sends 64 B to rank 1; rank 1 sends 64 B to rank 2; rank 2 sends 64 B to rank 0."
     assert ring[3]["caption"] == f"Step 4 of 4 (4 store): {sends} Sent so far: 768 B."
+    assert "rank 4 sends 4 B to rank 0. Sent so far: 20 B." in tree[2]["caption"]
     assert "Handed in by all ranks so far: 12.6 MB." in buckets[-1]["caption"]
     assert len(re.findall("gloo begins all_reduce", str(buckets))) == 12
     ended = re.findall(r"ends (\w\d)", " ".join(step["caption"] for step in pipeline))

@@ -35,6 +35,8 @@ def test_without_root_or_ip_one_line_says_what_is_missing(tmp_path):
     [
         ("01", "lesson 01 is one process"),
         ("14 --nproc 1", "argument --nproc: must be a whole number from 2"),
+        ("16 --machines 1", "argument --machines: must be a whole number from 2"),
+        ("16 --machines 5 --nproc 4", "argument --nproc: 5 machines need as many ranks"),
         ("faults nope", "no fault 'nope'; take second, first"),
         ("slurm nope.py", "try_slurm.sh: error: there is no lesson and no file 'nope.py'"),
     ],
@@ -57,6 +59,16 @@ def test_two_jobs_at_once_each_on_two_machines_and_a_slow_cable_makes_every_step
     parameters = parameters_to_vector(lesson_03_spawn_ddp.make_model().parameters())
     bits = STEPS * parameters.numel() * 32  # in each step a rank sends its gradients once
     assert second.json["seconds_training"] > 0.8 * bits / (MBIT * 1e6)
+
+
+@ROOT_ONLY
+def test_three_machines_on_a_switch_send_over_cables_of_their_own():
+    """The rank that sends two tensors takes twice as long as its cable needs for one."""
+    size = ["--megabytes", 0.5, "--rate", 20, "--steps", 1, "--algorithm", "naive", "--json"]
+    run = finish(start("16", "--machines", 3, "--nproc", 3, *size))
+    assert run.returncode == 0, run.stderr
+    assert run.json["world_size"] == 3 and run.json["bytes_busiest"] == {"naive": [1_000_000]}
+    assert run.json["milliseconds"]["naive"][0] > 0.8 * 1e3 * 4 * 0.5 * 8 / 20
 
 
 SLEEPS = """

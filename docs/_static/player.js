@@ -7,6 +7,8 @@
 
 const NAMES = {
   ring: "Ring all-reduce",
+  tree: "Tree",
+  doubling: "Doubling",
   data_parallel: "DataParallel",
   buckets: "DDP's buckets",
   one_f_one_b: "1F1B",

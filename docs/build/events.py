@@ -17,6 +17,16 @@ STORIES = {  # name in player.js: (lesson, kind, title of the picture)
         "strip",
         "A ring: sums grow in the first half of the steps, and go round in the second",
     ),
+    "tree": (
+        "16",
+        "strip",
+        "A tree of six ranks: sums go up to rank 0, and the whole sum comes down",
+    ),
+    "doubling": (
+        "16",
+        "strip",
+        "Doubling: every rank sends in every round, and nobody has to be told",
+    ),
     "data_parallel": (
         "01",
         "strip",

@@ -59,6 +59,7 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
+    Lesson("16", "all_reduce", TORCHRUN, TORCH),
 )
 
 

@@ -1,0 +1,228 @@
+"""Wrong attempts at the tasks of lesson 16, and words that their verdict must contain."""
+
+import lesson_16_all_reduce as lesson
+import torch
+import torch.distributed as dist
+from solutions.lesson_16 import my_reduce_scatter, my_ring
+
+
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# --- Task 1 ---
+
+
+def as_given(tensor):
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    for step in range(1, n):
+        other = (rank + step) % n
+        if rank < other:
+            dist.send(tensor, other)
+            dist.recv(parts[other], other)
+        else:
+            dist.recv(parts[other], other)
+            dist.send(tensor, other)
+    tensor.copy_(sum(parts))
+
+
+def adds_as_it_comes(tensor):
+    rank, n = place()
+    total = tensor.clone()
+    for step in range(1, n):
+        arrived = torch.empty_like(tensor)
+        lesson.swap(tensor, (rank + step) % n, arrived, (rank - step) % n)
+        total += arrived
+    tensor.copy_(total)
+
+
+def twice(tensor):
+    copies = tensor.clone()
+    adds_in_order(tensor)
+    adds_in_order(copies)
+
+
+def adds_in_order(tensor):
+    """A right attempt: pairs take turns, and every rank takes the others in the same order."""
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    for other in range(n):
+        if rank < other:
+            dist.send(tensor, other)
+            dist.recv(parts[other], other)
+        elif rank > other:
+            dist.recv(parts[other], other)
+            dist.send(tensor, other)
+    tensor.copy_(sum(parts))
+
+
+def with_isend(tensor):
+    """A right attempt: all messages are under way at once."""
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    others = [other for other in range(n) if other != rank]
+    works = [dist.irecv(parts[other], other) for other in others]
+    works += [dist.isend(tensor, other) for other in others]
+    for work in works:
+        work.wait()
+    tensor.copy_(sum(parts))
+
+
+def waits_too_late(tensor):
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    others = [other for other in range(n) if other != rank]
+    works = [dist.irecv(parts[other], other) for other in others]
+    works += [dist.isend(tensor, other) for other in others]
+    tensor.copy_(sum(parts))
+    for work in works:
+        work.wait()
+
+
+def by_the_library(tensor):
+    dist.all_reduce(tensor)
+
+
+# --- Task 2 ---
+
+
+def whole_tensors(tensor):
+    rank, n = place()
+    passing, total = tensor.clone(), tensor.clone()
+    for _ in range(n - 1):
+        arrived = torch.empty_like(tensor)
+        lesson.swap(passing, (rank + 1) % n, arrived, (rank - 1) % n)
+        total += arrived
+        passing = arrived
+    tensor.copy_(total)
+
+
+def only_whole_chunks(tensor):
+    my_ring(tensor[: len(tensor) // place()[1] * place()[1]])
+
+
+def first_half(tensor):
+    rank, n = place()
+    chunks = tensor.tensor_split(n)
+    for step in range(n - 1):
+        mine = chunks[(rank - step - 1) % n]
+        arrived = torch.empty_like(mine)
+        lesson.swap(chunks[(rank - step) % n], (rank + 1) % n, arrived, (rank - 1) % n)
+        mine += arrived
+
+
+def with_chunk(tensor):
+    rank, n = place()
+    chunks = list(tensor.chunk(n))  # of 2 numbers on 3 ranks it makes 2 chunks
+    for step in range(2 * (n - 1)):
+        coming = chunks[(rank - step - 1) % n]
+        arrived = torch.empty_like(coming)
+        lesson.swap(chunks[(rank - step) % n], (rank + 1) % n, arrived, (rank - 1) % n)
+        coming.copy_(coming + arrived if step < n - 1 else arrived)
+
+
+def padded(tensor):
+    """A right attempt: equal chunks, with zeros at the end."""
+    n = place()[1]
+    whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % n)])
+    my_ring(whole)
+    tensor.copy_(whole[: len(tensor)])
+
+
+def padded_to_twelve(tensor):
+    n = place()[1]
+    whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % (4 * n))])
+    my_ring(whole)
+    tensor.copy_(whole[: len(tensor)])
+
+
+def both_send_first(tensor):
+    rank, n = place()
+    dist.send(tensor, (rank + 1) % n)
+    dist.recv(tensor, (rank - 1) % n)
+
+
+# --- Task 3 ---
+
+
+def all_reduce_and_cut(tensor):
+    my_ring(tensor)
+    return tensor.tensor_split(place()[1])[place()[0]]
+
+
+def half_a_ring(tensor):
+    """A right attempt: it begins one chunk earlier, so that it ends with its own."""
+    rank, n = place()
+    parts = [part.clone() for part in tensor.tensor_split(n)]
+    for step in range(n - 1):
+        mine = parts[(rank - step - 2) % n]
+        arrived = torch.empty_like(mine)
+        lesson.swap(parts[(rank - step - 1) % n], (rank + 1) % n, arrived, (rank - 1) % n)
+        mine += arrived
+    return parts[rank]
+
+
+def the_neighbours_part(tensor):
+    first_half(tensor)
+    rank, n = place()
+    return tensor.tensor_split(n)[(rank + 1) % n]
+
+
+def swaps_whole_tensors(tensor):
+    rank, n = place()
+    total = tensor.clone()
+    for step in range(1, n):
+        arrived = torch.empty_like(tensor)
+        lesson.swap(tensor, (rank + step) % n, arrived, (rank - step) % n)
+        total += arrived
+    return total.tensor_split(n)[rank]
+
+
+def returns_nothing(tensor):
+    my_reduce_scatter(tensor)
+
+
+def fails(tensor):
+    raise ValueError("my own mistake")
+
+
+RIGHT = {
+    "everybody": [adds_in_order, with_isend],
+    "my_ring": [padded, lesson.ring],
+    "my_reduce_scatter": [half_a_ring],
+}
+
+WRONG = {
+    "everybody": {
+        "as given": (as_given, "with 3 ranks: it does not come to an end"),
+        "as it comes": (adds_as_it_comes, "with 3 ranks: of 9 numbers, the ranks' sums differ"),
+        "twice": (twice, "bytes are sent, and 36 are enough"),
+        "too late": (waits_too_late, "of 9 numbers, on rank 0,"),
+        "the library": (by_the_library, "beside send and receive it calls"),
+    },
+    "my_ring": {
+        "whole tensors": (whole_tensors, "with 3 ranks: of 9 numbers, on rank 0, 72 bytes are"),
+        "naive": (lesson.naive, "with 3 ranks: of 9 numbers, on rank 0, 72 bytes are sent"),
+        "whole chunks": (only_whole_chunks, "the sum is not right"),
+        "first half": (first_half, "the sum is not right"),
+        "chunk": (with_chunk, "IndexError"),
+        "too much padding": (padded_to_twelve, "bytes are sent, and"),
+        "send first": (both_send_first, "it does not come to an end"),
+        "the library": (by_the_library, "beside send and receive it calls"),
+        "fails": (fails, "ValueError: my own mistake"),
+    },
+    "my_reduce_scatter": {
+        "all-reduce": (all_reduce_and_cut, "bytes are sent, and"),
+        "the neighbour's": (the_neighbours_part, "on rank 0,"),
+        "whole tensors": (swaps_whole_tensors, "bytes are sent, and"),
+        "nothing": (returns_nothing, "it returns NoneType, not a tensor"),
+        "fails": (fails, "ValueError: my own mistake"),
+    },
+    "best_milliseconds": {
+        "the ring": (126, "so many rounds naive, and the ring, make"),
+        "the tree": (12.24, "so many rounds the tree, and halving, make"),
+        "no bytes": (6, "a kilobyte takes a moment"),
+        "one": (1, "count rounds"),
+    },
+}

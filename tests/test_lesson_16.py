@@ -1,0 +1,194 @@
+"""Lesson 16: an all-reduce by send and receive, in five ways; PASS sees bits, bytes and rounds."""
+
+import inspect
+import json
+from pathlib import Path
+
+import lesson_16_all_reduce as lesson
+import pytest
+from breaks import check_breaks
+from conftest import run_warm
+
+POWERS = (2, 4)  # where doubling and halving run
+NAIVE = "        dist.recv(arrived, other)\n        tensor += arrived"
+LEAF = "        dist.send(tensor, 0)\n        dist.recv(tensor, 0)\n"
+SENDS_BACK = "    for other in range(1, n) if rank == 0 else ():\n        dist.send(tensor, other)"
+SWAPS = "        swap(tensor, rank ^ distance, arrived, rank ^ distance)\n        tensor += arrived"
+HALVES = "        swap(theirs, partner, arrived, partner)\n        mine += arrived"
+BACK = "        swap(mine, partner, theirs, partner)\n"
+CHUNKS = "    chunks = tensor.tensor_split(n)"
+FIRST = "        leaving, mine = chunks[(rank - step) % n]"
+ADDS = "        swap(leaving, right, arrived, left)\n        mine += arrived"
+GO_ROUND = "swap(chunks[(rank + 1 - step) % n], right, chunks[(rank - step) % n], left)"
+PAIR = "[dist.P2POp(dist.irecv, coming, source), dist.P2POp(dist.isend, leaving, target)]"
+
+CHAIN = """def tree(tensor):
+    rank, n, arrived = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+    if rank + 1 < n:
+        dist.recv(arrived, rank + 1)
+        tensor += arrived
+    if rank > 0:
+        dist.send(tensor, rank - 1)
+        dist.recv(tensor, rank - 1)
+    if rank + 1 < n:
+        dist.send(tensor, rank + 1)
+"""
+CAROUSEL = """def ring(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing, total = tensor.clone(), tensor.clone()
+    for _ in range(n - 1):
+        arrived = torch.empty_like(tensor)
+        swap(passing, (rank + 1) % n, arrived, (rank - 1) % n)
+        total += arrived
+        passing = arrived
+    tensor.copy_(total)
+"""
+
+BREAKS = {
+    "nobody waits": ("        work.wait()  #", "        pass  #"),
+    "what arrives is not waited for": ("isend_irecv(pair):", "isend_irecv(pair)[1:]:"),
+    "the send is not waited for": ("isend_irecv(pair):", "isend_irecv(pair)[:1]:"),
+    "the send is posted first": (f"pair = {PAIR}", f"pair = {PAIR}[::-1]"),
+    "a buffer changes while it is sent": (
+        "isend_irecv(pair):\n        work.wait()",
+        "isend_irecv(pair):\n        leaving.add_(1)\n        work.wait()",
+    ),
+    "naive: a mean": (NAIVE, NAIVE.replace("+= arrived", "+= arrived / n")),
+    "naive: the last that came": (NAIVE, NAIVE.replace("+= arrived", "= arrived")),
+    "naive: what comes back is lost": (LEAF, LEAF.replace("recv(tensor", "recv(arrived")),
+    "naive: one rank rounds": (LEAF, f"{LEAF}        tensor *= 1 + 2**-23\n"),
+    "naive: the library sends it back": (
+        f"{LEAF}{SENDS_BACK}",
+        "        dist.send(tensor, 0)\n    dist.broadcast(tensor, 0)",
+    ),
+    "naive: the library does it": (
+        inspect.getsource(lesson.naive),
+        "def naive(tensor):\n    dist.all_reduce(tensor)\n",
+    ),
+    "tree: what comes back is lost": (
+        "dist.recv(tensor, parent)",
+        "dist.recv(torch.empty_like(tensor), parent)",
+    ),
+    "tree: a chain": (inspect.getsource(lesson.tree), CHAIN, (4,)),
+    "tree: everybody tells rank 0": (
+        inspect.getsource(lesson.tree),
+        inspect.getsource(lesson.naive).replace("naive", "tree"),
+        (4,),
+    ),
+    "doubling: added twice": (SWAPS, SWAPS + "\n        tensor += arrived", POWERS),
+    "doubling: a round too few": ("while distance < n:", "while distance < n // 2:", POWERS),
+    "doubling: always the neighbour": (SWAPS, SWAPS.replace("^ distance", "^ 1"), (4,)),
+    "doubling: bfloat16 travels": (
+        SWAPS,
+        "        arrived = torch.empty_like(tensor, dtype=torch.bfloat16)\n"
+        + SWAPS.replace("swap(tensor,", "swap(tensor.bfloat16(),"),
+        POWERS,
+    ),
+    "halving: sends all": (
+        HALVES,
+        "        whole = torch.empty_like(tensor)\n"
+        "        swap(tensor, partner, whole, partner)\n"
+        "        tensor += whole",
+        POWERS,
+    ),
+    "halving: nothing is added": (HALVES, HALVES.replace("mine += arrived", "pass"), POWERS),
+    "halving: no way back": (BACK, "", POWERS),
+    "halving: what comes back is lost": (BACK, BACK.replace("theirs,", "theirs.clone(),"), POWERS),
+    "ring: all chunks are copies": (CHUNKS, "    chunks = tensor.clone().tensor_split(n)"),
+    "ring: the rest is forgotten": (
+        CHUNKS,
+        CHUNKS.replace("tensor.", "tensor[: len(tensor) // n * n]."),
+    ),
+    "ring: a round too few": (f"range(n - 1):\n{FIRST}", f"range(n - 2):\n{FIRST}"),
+    "ring: nothing is added": (ADDS, ADDS.replace("mine += arrived", "pass")),
+    "ring: sums do not go round": (GO_ROUND, "pass"),
+    "ring: whole tensors, added as they come": (inspect.getsource(lesson.ring), CAROUSEL),
+}
+FOR_FOUR = {name: row for name, row in BREAKS.items() if row[2:] and 4 in row[2]}
+FLAGS = ("--megabytes", 0.004, "--steps", 1)
+
+
+@pytest.mark.parametrize("nproc, breaks", [(2, BREAKS), (3, BREAKS), (4, FOR_FOUR)], ids="234")
+def test_each_break_ends_in_fail(nproc, breaks):
+    check_breaks(16, breaks, nproc, *FLAGS)
+
+
+# --- The whole script ---
+
+
+@pytest.mark.claim("E1")
+def test_default_run(default_run):
+    result = default_run(16).json
+    names = ["naive", "tree", "doubling", "halving", "ring"]
+    assert (result["algorithms"], result["same_bits"]) == (names, True)
+    assert result["bytes_busiest"] == {name: [1_000_000] for name in names}
+    assert result["messages_busiest"] == dict(zip(names, (1, 1, 1, 2, 2), strict=True))
+    assert result["rounds"] == dict(zip(names, (2, 2, 1, 2, 2), strict=True))
+    assert set(result["milliseconds"]) == {*names, "library"}
+    assert result["max_diff"] == 0.0  # of two ranks, there is only one order
+
+
+@pytest.mark.parametrize("nproc", (1, 5, 6, 8))
+def test_other_numbers_of_ranks_pass(nproc):
+    (code, stdout), *others = run_warm(lesson.__file__, nproc, *FLAGS, "--json")
+    assert (code, others) == (0, [(0, "")] * (nproc - 1)), stdout
+    result = json.loads(stdout.splitlines()[-1])
+    left_out = [] if nproc in (1, 8) else ["doubling", "halving"]
+    assert sorted([*result["algorithms"], *left_out]) == sorted(lesson.ALGORITHMS)
+    assert ("need a power of two, and not" in stdout) == bool(left_out)
+    if nproc == 8:  # the formulas by hand: 1,000 numbers
+        sent = {"naive": 28000, "tree": 12000, "doubling": 12000, "halving": 7000, "ring": 7000}
+        assert result["bytes_busiest"] == {name: [nbytes] for name, nbytes in sent.items()}
+        assert list(result["rounds"].values()) == [14, 6, 3, 6, 14]
+
+
+def test_an_algorithm_that_needs_a_power_of_two_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for flags, words in (
+        ("--algorithm doubling", "doubling needs a power of two, and not 6 ranks"),
+        ("--algorithm star", "invalid choice: 'star'"),
+        ("--megabytes -1", "must be a number from 0 to 1000, not '-1'"),
+        ("--megabytes 1 nan", "must be a number from 0 to 1000, not 'nan'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            lesson.parse_args(flags.split())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and words in line
+
+
+def test_each_algorithm_has_at_most_15_lines():
+    for algorithm in lesson.ALGORITHMS.values():
+        assert len(inspect.getsource(algorithm).splitlines()) <= 15, algorithm
+
+
+# --- The technique in a project of one's own ---
+
+PROJECT = """
+
+import sys
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+for add_up in (naive, tree, ring) if n == 3 else (naive, tree, doubling, halving, ring):
+    tensor = torch.arange(5.0) + rank
+    add_up(tensor)
+    print(add_up.__name__, tensor.tolist())
+try:
+    doubling(torch.ones(1))
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_the_technique_runs_in_a_project_of_ones_own(nproc, tmp_path):
+    technique = Path(lesson.__file__).read_text().partition("# --- The technique ---")[2]
+    imports = "import torch\nimport torch.distributed as dist\n"
+    file = tmp_path / "project.py"
+    file.write_text(imports + technique.partition("# --- The proof ---")[0] + PROJECT)
+    total = [float(nproc * number + nproc * (nproc - 1) // 2) for number in range(5)]
+    names = list(lesson.ALGORITHMS) if nproc == 2 else ["naive", "tree", "ring"]
+    lines = [f"{name} {total}" for name in names]
+    lines += ["doubling needs a power of two, and not 3 ranks"] * (nproc == 3)
+    assert run_warm(file, nproc) == [(0, "\n".join(lines) + "\n")] * nproc
