@@ -59,6 +59,7 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
+    Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
 )
 
 
