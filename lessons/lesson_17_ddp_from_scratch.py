@@ -354,6 +354,7 @@ def compare(args, device, batches, in_ddps_order):
         buffers.append(apart(model.buffers(), theirs.buffers()))
         for optimizer in optimizers:
             optimizer.step()
+        theirs.load_state_dict(model.state_dict())  # rounding of one step, not of all
     facts = {"off": torch.tensor(off).max().item(), "start": start}
     facts["buffers"] = torch.tensor(buffers).max().item()
     facts |= {"blocking": late.blocking, "memory": storages(model), "sent": sent}
