@@ -68,6 +68,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.claim("A9", "E6")
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
     check_breaks(17, BREAKS, nproc, "--steps", 2, "--batch-size", 12)
