@@ -60,6 +60,7 @@ TABLE = (
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
     Lesson("16", "all_reduce", TORCHRUN, TORCH),
+    Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
 )
 
 

@@ -1,0 +1,348 @@
+"""Solutions of the tasks of lesson 17, and their checks."""
+
+import contextlib
+import copy
+from unittest.mock import patch
+
+import lesson_17_ddp_from_scratch as lesson
+import torch
+import torch.distributed as dist
+from nbtools import RankFailed, run
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+# --- Task 1: predict ---
+
+buckets_of_ddp = 1 + -(-23 // 3)
+
+
+def check_buckets_of_ddp(guess):
+    """Return None if `guess` is right, else a hint."""
+    if guess == buckets_of_ddp:
+        return None
+    return "close the first bucket by its own limit, then count how many layers reach the other one"
+
+
+# --- Task 2: build ---
+
+
+def overlapped(model, limit):
+    """Begin with each bucket's all-reduce as soon as it is full; return finish()."""
+    buckets = lesson.into_buckets([*model.parameters()][::-1], limit)
+    ready, sent = set(), []
+
+    def on_gradient(p):
+        ready.add(p)
+        for bucket in buckets[len(sent) :]:
+            if not ready.issuperset(bucket):
+                break
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish():
+        for bucket, flat, work in sent:
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad.copy_(part.view_as(p))
+        ready.clear(), sent.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return finish
+
+
+class Chain(nn.Module):
+    """Six layers of the same size, called one after the other, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, rows, order=range(6)):
+        for number in order:
+            rows = torch.tanh(self.layers[number](rows))
+        return rows
+
+
+LIMIT = 2 * (16 * 16 + 16) * 8  # bytes of two of the layers in float64
+
+
+class Watch:
+    """A model in a job of this rank, and the order of what happens to it: `events`.
+
+    An event is the number of a layer whose weight has its gradient, or ("sent", bytes).
+    """
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = Chain().double()
+        self.twin, self.events = copy.deepcopy(self.model), []
+        note = self.events.append
+        for number, layer in enumerate(self.model.layers):
+            layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: note(n))
+        self.late = lesson.Late(1)
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        self.events.append(("sent", tensor.nbytes))
+        return self.late(tensor, op, group, async_op)
+
+    def sent(self):
+        return [event[1] for event in self.events if isinstance(event, tuple)]
+
+    def off(self, micro_batches, order):
+        """Return how far the gradients are from the mean over all ranks."""
+        self.twin.zero_grad()
+        for rows in micro_batches:
+            mse_loss(self.twin(rows, order), rows.flip(1)).backward()
+        for p in self.twin.parameters():
+            lesson.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        return lesson.difference(self.model, self.twin)
+
+
+def refuse_the_library(*args, **kwargs):
+    raise TypeError("the task is to write it: DDP, or OwnDDP, is not an answer")
+
+
+@contextlib.contextmanager
+def examined(watch):
+    """Let the attempt call a dist.all_reduce that is late, and no DDP."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "all_reduce", watch.all_reduce))
+        for kind in (DistributedDataParallel, lesson.OwnDDP):
+            stack.enter_context(patch.object(kind, "__init__", refuse_the_library))
+        yield
+
+
+def of_any_rank(problem):
+    """Return the first rank's problem, the same on all ranks, or None."""
+    return next((found for found in lesson.from_all_ranks(problem) if found), None)
+
+
+def off_by(off):
+    """Return what is to be said about a wrong gradient."""
+    return f"'s gradient is {off:.2g} away from the mean" + (
+        ": has nobody waited for an all-reduce?" if off != off else ""
+    )
+
+
+def rows_of(rank, seed):
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return torch.randn(8, 16, generator=generator, dtype=torch.float64)
+
+
+def examine_overlapped(rank, world_size, attempt):
+    """Make two steps with the attempt; return the first problem of any rank, or None."""
+    watch = Watch()
+    buckets = lesson.into_buckets([*watch.model.parameters()][::-1], LIMIT)
+    total = sum(p.nbytes for p in watch.model.parameters())
+    with examined(watch):
+        finish = attempt(watch.model, LIMIT)
+        for step in (1, 2):
+            rows, problem = rows_of(rank, step), None
+            watch.model.zero_grad()
+            watch.events.clear()
+            mse_loss(watch.model(rows), rows.flip(1)).backward()
+            finish()
+            off, sent = watch.off([rows], range(6)), watch.sent()
+            first = next((n for n, e in enumerate(watch.events) if isinstance(e, tuple)), 99)
+            if not off < 1e-12:
+                problem = off_by(off)
+            elif len(sent) > len(buckets) or sum(sent) > total:
+                budget = f"the budget is {len(buckets)} and {total}"
+                problem = f" begins {len(sent)} all-reduces of {sum(sent)} bytes; {budget}"
+            elif first > watch.events.index(0):
+                problem = "'s first all-reduce begins after the backward of the first layer"
+            elif watch.late.begun and watch.late.blocking > 0:
+                problem = " waits in the hook: use async_op=True"
+            if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
+                return problem
+    return None
+
+
+def check_overlapped(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    return on_ranks(examine_overlapped, attempt)
+
+
+def on_ranks(examine, attempt):
+    """Return what 2 ranks find wrong, else what 3 ranks do, else None."""
+    for nproc in (2, 3):
+        try:
+            problem = run(examine, nproc, attempt, deadline=30)[0]
+        except RankFailed as error:
+            return f"with {nproc} ranks: {error}"
+        if problem:
+            return f"with {nproc} ranks: {problem}"
+    return None
+
+
+# --- Task 3: build ---
+
+
+def pausable(model, limit):
+    """Return finish() as before, and no_sync(): inside `with no_sync():` nothing is sent."""
+    buckets = lesson.into_buckets([*model.parameters()][::-1], limit)
+    state = {"averaging": True}
+
+    @contextlib.contextmanager
+    def no_sync():
+        state["averaging"] = False
+        try:
+            yield
+        finally:
+            state["averaging"] = True
+
+    ready, sent = set(), []
+
+    def on_gradient(p):
+        if not state["averaging"]:
+            return
+        ready.add(p)
+        for bucket in buckets[len(sent) :]:
+            if not ready.issuperset(bucket):
+                break
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish():
+        for bucket, flat, work in sent:
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad.copy_(part.view_as(p))
+        ready.clear(), sent.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return finish, no_sync
+
+
+def examine_pausable(rank, world_size, attempt):
+    """Add up three micro-batches in each of two steps, with an error between; return a problem."""
+    watch, total = Watch(), None
+    total = sum(p.nbytes for p in watch.model.parameters())
+    buckets = lesson.into_buckets([*watch.model.parameters()][::-1], LIMIT)
+    with examined(watch):
+        finish, no_sync = attempt(watch.model, LIMIT)
+        for step in (1, 2):
+            parts, problem = [rows_of(rank, 10 * step + part) for part in range(3)], None
+            watch.model.zero_grad()
+            watch.events.clear()
+            for rows in parts[:2]:
+                with no_sync():
+                    mse_loss(watch.model(rows), rows.flip(1)).backward()
+            early = watch.sent()
+            mse_loss(watch.model(parts[2]), parts[2].flip(1)).backward()
+            inside = len(watch.sent())
+            finish()
+            off, sent = watch.off(parts, range(6)), watch.sent()
+            if early:
+                problem = f" sends {sum(early)} bytes inside no_sync"
+            elif not off < 1e-12:
+                problem = off_by(off)
+            elif len(sent) > len(buckets) or sum(sent) > total:
+                problem = f" begins {len(sent)} all-reduces; the budget is {len(buckets)}"
+            elif inside == 0:
+                problem = " sends nothing before finish(): the overlap is lost"
+            if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
+                return f"{problem}, after an error inside no_sync" if step == 2 else problem
+            with contextlib.suppress(ValueError), no_sync():
+                raise ValueError
+    return None
+
+
+def check_pausable(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    return on_ranks(examine_pausable, attempt)
+
+
+# --- Task 4: repair ---
+
+
+def average_each(model):
+    """Average each gradient as soon as it is there, in the same order on all ranks.
+
+    The order is agreed on before: the last parameter first. What is ready too soon has to wait.
+    """
+    order, ready, works = [*model.parameters()][::-1], set(), []
+
+    def on_gradient(p):
+        ready.add(p)
+        while len(works) < len(order) and order[len(works)] in ready:
+            works.append(dist.all_reduce(order[len(works)].grad, async_op=True))
+
+    def finish():
+        for p, work in zip(order, works, strict=True):
+            work.wait()
+            p.grad /= dist.get_world_size()
+        ready.clear(), works.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return finish
+
+
+def examine_average_each(rank, world_size, attempt):
+    """Let ranks call layers in the same order, then in others; return a problem, or None."""
+    watch = Watch()
+    total = sum(p.nbytes for p in watch.model.parameters())
+    orders = {"the same order": [*range(6)]}
+    orders["another order"] = [*range(rank % 3, 6), *range(rank % 3)]
+    with examined(watch):
+        finish = attempt(watch.model)
+        for name, order in orders.items():
+            rows, problem = rows_of(rank, 1), None
+            watch.model.zero_grad()
+            watch.events.clear()
+            mse_loss(watch.model(rows, order), rows.flip(1)).backward()
+            last = max(watch.events.index(number) for number in range(6))
+            early = sum(isinstance(event, tuple) for event in watch.events[:last])
+            finish()
+            off, sent = watch.off([rows], order), watch.sent()
+            if not off < 1e-12:
+                problem = off_by(off)
+            elif sum(sent) > total or len(sent) > 12:
+                problem = f" sends {sum(sent)} bytes in {len(sent)} messages; it needs {total}"
+            elif name == "the same order" and early < 6:
+                problem = f" begins only {early} all-reduces before the last gradient"
+            if problem := of_any_rank(problem and f"{name}: rank {rank}{problem}"):
+                return problem
+    return None
+
+
+def check_average_each(attempt):
+    """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
+    return on_ranks(examine_average_each, attempt)
+
+
+# What test_contract.py asks: (check, solution) of each task.
+TASKS = {
+    "buckets_of_ddp": (check_buckets_of_ddp, buckets_of_ddp),
+    "overlapped": (check_overlapped, overlapped),
+    "pausable": (check_pausable, pausable),
+    "average_each": (check_average_each, average_each),
+}
+
+# What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
+HINTS = {
+    "buckets_of_ddp": (
+        "The first bucket has a limit of its own, and one layer passes it. Then ask how many "
+        "layers the next bucket has taken when it has reached 25 MiB for the first time."
+    ),
+    "overlapped": (
+        "A hook knows one gradient. Keep a set of all that are ready, and ask of the next bucket "
+        "whether it is a part of that set. Then do what the loop over buckets did, but divide and "
+        "copy later."
+    ),
+    "pausable": (
+        "The hook needs one more question before it notes anything. Who sets the answer back, if "
+        "the block is left by an error? `contextlib.contextmanager` and `finally` go together."
+    ),
+    "average_each": (
+        "Compare line 1 of both logs: an all-reduce knows no names, only its turn. Which order "
+        "do all ranks know before backward begins, and what must a gradient do that comes too soon?"
+    ),
+}

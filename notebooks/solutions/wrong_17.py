@@ -1,0 +1,240 @@
+"""Wrong attempts at the tasks of lesson 17, and words that their verdict must contain."""
+
+import contextlib
+
+import lesson_17_ddp_from_scratch as lesson
+import torch
+import torch.distributed as dist
+from solutions.lesson_17 import average_each, overlapped
+from torch.nn.parallel import DistributedDataParallel
+
+# --- Task 2 ---
+
+
+def after_backward(model, limit):
+    def finish():
+        for bucket in lesson.into_buckets([*model.parameters()][::-1], limit):
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad.copy_(part.view_as(p))
+
+    return finish
+
+
+def one_by_one(model, limit):
+    return average_each(model)
+
+
+def in_forward_order(model, limit):
+    class Turned:
+        parameters = staticmethod(lambda: [*model.parameters()][::-1])
+
+    return overlapped(Turned, limit)
+
+
+def nobody_waits(model, limit):
+    overlapped(model, limit)
+    return lambda: None
+
+
+def waits_in_the_hook(model, limit):
+    with_wait = dist.all_reduce
+
+    def blocking(tensor, async_op=False):
+        with_wait(tensor)
+        return torch.futures.collect_all([])
+
+    dist.all_reduce = blocking
+    return overlapped(model, limit)
+
+
+def only_once(model, limit):
+    finish, calls = overlapped(model, limit), []
+    return lambda: calls.append(1) or (finish() if len(calls) == 1 else None)
+
+
+def the_sum(model, limit):
+    finish = overlapped(model, limit)
+
+    def summed():
+        finish()
+        for p in model.parameters():
+            p.grad *= dist.get_world_size()
+
+    return summed
+
+
+def for_two_ranks(model, limit):
+    finish = overlapped(model, limit)
+
+    def halved():
+        finish()
+        for p in model.parameters():
+            p.grad *= dist.get_world_size() / 2
+
+    return halved
+
+
+def the_library(model, limit):
+    DistributedDataParallel(model)
+    return lambda: None
+
+
+def right_with_counters(model, limit):
+    """Count what is missing in each bucket, in place of a set."""
+    buckets = lesson.into_buckets([*model.parameters()][::-1], limit)
+    number = {p: n for n, bucket in enumerate(buckets) for p in bucket}
+    missing, sent = [len(bucket) for bucket in buckets], []
+
+    def on_gradient(p):
+        missing[number[p]] -= 1
+        while len(sent) < len(buckets) and missing[len(sent)] == 0:
+            flat = torch.cat([p.grad.flatten() for p in buckets[len(sent)]])
+            sent.append((flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish():
+        for bucket, (flat, work) in zip(buckets, sent, strict=True):
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view_as(p).clone()
+        missing[:] = [len(bucket) for bucket in buckets]
+        sent.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return finish
+
+
+# --- Task 3 ---
+
+
+def sends_each_time(model, limit):
+    finish = overlapped(model, limit)
+
+    @contextlib.contextmanager
+    def no_sync():
+        yield
+        finish()
+
+    return finish, no_sync
+
+
+def never_again(model, limit):
+    finish = after_backward(model, limit)
+    return finish, contextlib.nullcontext
+
+
+def forgets_after_an_error(model, limit):
+    paused = []
+    register = torch.nn.Parameter.register_post_accumulate_grad_hook
+
+    class Hooked:
+        def __init__(self, parameter):
+            self.p = parameter
+
+    def register_unless_paused(p, hook):
+        return register(p, lambda p: None if paused else hook(p))
+
+    torch.nn.Parameter.register_post_accumulate_grad_hook = register_unless_paused
+    finish = overlapped(model, limit)
+    torch.nn.Parameter.register_post_accumulate_grad_hook = register
+
+    @contextlib.contextmanager
+    def no_sync():
+        paused.append(1)
+        yield
+        paused.pop()
+
+    return finish, no_sync
+
+
+def throws_away(model, limit):
+    finish = overlapped(model, limit)
+
+    @contextlib.contextmanager
+    def no_sync():
+        kept = dist.all_reduce
+        dist.all_reduce = lambda tensor, async_op=False: torch.futures.collect_all([])
+        try:
+            yield
+        finally:
+            dist.all_reduce = kept
+            finish()
+            model.zero_grad()
+
+    return finish, no_sync
+
+
+# --- Task 4 ---
+
+
+def as_given(model):
+    works = []
+
+    def on_gradient(p):
+        works.append((p, dist.all_reduce(p.grad, async_op=True)))
+
+    def finish():
+        for p, work in works:
+            work.wait()
+            p.grad /= dist.get_world_size()
+        works.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(on_gradient)
+    return finish
+
+
+def all_at_the_end(model):
+    def finish():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    return finish
+
+
+def all_gathered(model):
+    def finish():
+        for p in model.parameters():
+            flat = torch.stack([p.grad] * 2)
+            dist.all_reduce(flat)
+            p.grad = flat[0] / dist.get_world_size()
+
+    return finish
+
+
+RIGHT = {"overlapped": [right_with_counters]}  # other right answers
+
+WRONG = {
+    "buckets_of_ddp": {
+        "all bytes by the limit": (10, "close the first bucket by its own limit"),
+        "without the first": (8, "close the first bucket by its own limit"),
+        "closed before the limit": (13, "how many layers reach the other one"),
+    },
+    "overlapped": {
+        "after backward": (after_backward, "after the backward of the first layer"),
+        "one by one": (one_by_one, "begins 12 all-reduces"),
+        "from the first layer on": (in_forward_order, "after the backward of the first layer"),
+        "nobody waits": (nobody_waits, "away from the mean"),
+        "waits in the hook": (waits_in_the_hook, "waits in the hook"),
+        "only once": (only_once, "step 2: rank 0's gradient is"),
+        "the sum": (the_sum, "with 2 ranks: step 1: rank 0's gradient is"),
+        "for two ranks": (for_two_ranks, "with 3 ranks: step 1: rank 0's gradient is"),
+        "the library": (the_library, "DDP, or OwnDDP, is not an answer"),
+    },
+    "pausable": {
+        "sends each time": (sends_each_time, "bytes inside no_sync"),
+        "without overlap": (never_again, "the overlap is lost"),
+        "forgets after an error": (forgets_after_an_error, "after an error inside no_sync"),
+        "throws gradients away": (throws_away, "away from the mean"),
+    },
+    "average_each": {
+        "as given": (as_given, "another order: rank 0's gradient is"),
+        "all at the end": (all_at_the_end, "begins only 0 all-reduces"),
+        "twice the bytes": (all_gathered, "it needs 13056"),
+    },
+}
