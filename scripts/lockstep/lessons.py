@@ -59,6 +59,7 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
+    Lesson("18", "sharding", TORCHRUN, TORCH),
 )
 
 

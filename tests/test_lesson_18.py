@@ -1,0 +1,85 @@
+"""Lesson 18: who keeps what, when nobody keeps all; and what it sends."""
+
+import sys
+
+import cloudpickle
+import lesson_18_sharding as lesson
+import pytest
+from breaks import check_breaks
+from conftest import ROOT, run_warm
+from nbtools import run
+
+# Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ONE, NOT_THREE, NOT_ONE, THREE = (1,), (1, 2), (2, 3), (3,)  # the stages in which it is a mistake
+
+BREAKS = {
+    "a turn of the ring is left out": ("range(1, ranks)", "range(2, ranks)"),
+    "parts are replaced, not added": ("].add_(received)", "].copy_(received)"),
+    "an all-reduce in its place": (
+        "    parts = flat.chunk(ranks)\n",
+        "    return dist.all_reduce(flat)\n",
+    ),
+    "padding counted": ("-(-count // self.ranks)  #", "-(-count // self.ranks) + 1  #"),
+    "padded to a round number": (
+        "-(-count // self.ranks)  #",
+        "-(-count // (64 * self.ranks)) * 64  #",
+    ),
+    "two ranks with one shard": (
+        "return flat[self.rank * self.length : (self.rank + 1) * self.length]",
+        "return flat[self.rank // 2 * self.length : (self.rank // 2 + 1) * self.length]",
+    ),
+    "the model is not sent": ("        dist.broadcast(self.flat, 0)  #", "        #"),
+    "the sum, not the mean": (".div_(self.ranks)", ""),
+    "updated from its own gradient": ("reduce_scatter(self.gradient)", "pass"),
+    "gradients pile up": ("optimizer.zero_grad()\n        model.zero", "model.zero"),
+    "another optimizer": ("torch.optim.Adam([", "torch.optim.AdamW(["),
+    "no update": ("optimizer.step()\n        if stage < 3:", "if stage < 3:"),
+    "the same rows on all ranks": ("zip(rows[rank::ranks]", "zip(rows[:: ranks]"),
+    "pieces are not divided": ("answers) / pieces", "answers)"),
+    "only the last piece counts": ("self.shard.grad += mine", "self.shard.grad = mine", NOT_ONE),
+    "a copy beside the flat tensor": ("self.missing = None, 0", "self.copy = None, self.flat * 1"),
+    "gather left out after the step": ("unit.gather()  #", "pass  #", NOT_THREE),
+    "the shard is a copy": ("mine.clone() if stage == 3 else mine)", "mine.clone())", NOT_THREE),
+    "stage 1 sends with each piece": ("0 and self.stage > 1:", "0:", ONE),
+    "old gradients stay until backward": ("model.zero_grad()", "pass", ONE),
+    "gradients stay whole": ("mine if self.stage == 1 else mine.clone()", "mine", NOT_ONE),
+    "whole gradients are not let go": ("parameter.grad = None", "pass", NOT_ONE),
+    "the shard is a window": ("mine.clone() if stage == 3 else mine)", "mine)", THREE),
+    "freed too early": ("lambda *_: self.gather())", "lambda *_: self.gather() or self.free())", THREE),
+    "freed at the first gradient": (
+        "self.missing -= 1\n",
+        "self.missing -= 1\n        self.stage == 3 and self.free()\n",
+        THREE,
+    ),
+    "not freed after forward": (
+        "            self.free()\n        if output",
+        "            pass\n        if output",
+        THREE,
+    ),
+    "not freed after backward": ("                self.free()", "                pass", THREE),
+    "not gathered for backward": (
+        "            self.gather()\n        if self.gradient",
+        "            self.flat.untyped_storage().resize_(self.flat.nbytes)\n        if self.gradient",
+        THREE,
+    ),
+    "everything gathered at once": (
+        "            loss = mse_loss(",
+        "            _ = [unit.gather() for unit in units]\n            loss = mse_loss(",
+        THREE,
+    ),
+    "gathered into a copy that stays": (
+        "        dist.all_gather_single(self.flat, self.shard.detach())",
+        "        self.copy = self.flat.clone()\n"
+        "        dist.all_gather_single(self.copy, self.shard.detach())\n"
+        "        self.flat.copy_(self.copy)",
+    ),
+}
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_each_break_ends_in_fail(nproc, stage):
+    flags = ("--stage", stage, "--steps", 2, "--accumulate", 2)
+    check_breaks(18, BREAKS, nproc, *flags, mesh=stage)
