@@ -413,34 +413,36 @@ def spoiled(resize, memory):
     return resize_and_spoil
 
 
+def watch(model, batches, stage, pieces, states):
+    """Train in this stage; return (what Memory has seen, how far off by forward, error or None)."""
+    memory, problem = Memory(model, *(part for batch in batches for part in batch)), None
+    off = compare_in_forward(model, memory, states)
+    resize = spoiled(torch.UntypedStorage.resize_, memory)
+    handle = register_optimizer_step_post_hook(memory.after_update)
+    try:
+        with memory, patch.object(torch.UntypedStorage, "resize_", resize):
+            train(model, batches, stage, pieces)
+            with torch.no_grad():
+                model(batches[0][0])  # once more: are these the updated parameters?
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    handle.remove()
+    return memory, off, problem
+
+
 def measure(rank, ranks, device, stage, steps, batch_size=24, pieces=1, seed=0):
     """Train with DDP and in this stage, and watch; return the facts of this rank."""
     batches, model = make_problem(seed, steps, batch_size)
-    batches, model = (
-        [tuple(part.to(device) for part in batch) for batch in batches],
-        model.to(device),
-    )
-    replica, plain = (copy.deepcopy(model) for _ in range(2))
+    batches = [tuple(part.to(device) for part in batch) for batch in batches]
+    replica, plain = (copy.deepcopy(model).to(device) for _ in range(2))
     states = train_with_ddp(replica, batches)
     rows, targets = (part[rank::ranks].chunk(pieces)[0] for part in batches[0])
-    facts = {"plain": besides_when_plain(plain, rows, targets), "problem": None}
+    facts = {"plain": besides_when_plain(plain, rows, targets)}
     facts["crumbs"] = 100 + 4 * targets.nbytes  # the last loss, and what it was made of
-    memory = Memory(model, *(part for batch in batches for part in batch))
-    facts["off"] = compare_in_forward(model, memory, states)
-    spoil = patch.object(
-        torch.UntypedStorage, "resize_", spoiled(torch.UntypedStorage.resize_, memory)
-    )
-    handle = register_optimizer_step_post_hook(memory.after_update)
-    try:
-        with memory, spoil:
-            train(model, batches, stage, pieces)
-            with torch.no_grad():
-                model(rows)  # once more: are these the updated ones?
-    except RuntimeError as error:
-        facts["problem"] = str(error).splitlines()[0]
-    handle.remove()
+    memory, off, problem = watch(model.to(device), batches, stage, pieces, states)
     moved = [(states[-1][name] - before).abs().max().item() for name, before in states[0].items()]
-    return facts | {"moved": max(moved), "updates": memory.updates} | what_was_seen(memory)
+    facts |= {"off": off, "problem": problem, "moved": max(moved), "updates": memory.updates}
+    return facts | what_was_seen(memory)
 
 
 def modules_of(model):
@@ -492,14 +494,9 @@ def wrong_in(facts, rank, ranks, stage, steps, pieces):
 
 def report(result):
     """Print what a reader wants to know."""
-    print(
-        f"stage {result['stage']}, {result['world_size']} ranks, over {result['backend']}", end=""
-    )
-    print(
-        f" on {result['device']}: {result['parameters']:,} parameters in {result['modules']}",
-        end="",
-    )
-    print(" modules, 8 bytes each")
+    place = f"{result['world_size']} ranks, over {result['backend']} on {result['device']}"
+    model = f"{result['parameters']:,} parameters in {result['modules']} modules"
+    print(f"stage {result['stage']}, {place}: {model}, 8 bytes each")
     for kind in KINDS:
         kept, peak = (result[name][kind] for name in ("kept", "peak"))
         print(f"{kind:<10}  a rank keeps {kept:>9,} bytes, and has {peak:>9,} at most")
