@@ -9,8 +9,14 @@ Or alone: python lessons/lesson_18_sharding.py    (a world of one)
 
 Output to expect on a CPU:
 
-    ...
-    PASS ...
+    stage 3, 2 ranks, over gloo on cpu: 113,182 parameters in 6 modules, 8 bytes each
+    parameters  a rank keeps   452,744 bytes, and has   452,744 at most
+    gradients   a rank keeps   452,744 bytes, and has   677,000 at most
+    optimizer   a rank keeps   905,512 bytes, and has   905,512 at most
+    gathered    a rank keeps         0 bytes, and has   225,408 at most
+    together    at most 2,260,664 bytes; DDP: 3,621,824
+    sent in a step: reduce_scatter 452,744 bytes, all_gather 905,488 bytes
+    PASS after 5 steps of Adam off by ... from DDP; kept and sent as by the formulas
 """
 
 import argparse
