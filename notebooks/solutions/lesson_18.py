@@ -112,7 +112,8 @@ def check_forward_by_shards(attempt):
                 return f"with {nproc} ranks, rank {rank} does not compute what one process computes"
             if most > budget:
                 size = most / (8 * WIDTH * WIDTH)
-                return f"with {nproc} ranks, {size:.1f} whole layers live at a time, and 1 is enough"
+                words = f"{size:.1f} whole layers live at a time"
+                return f"with {nproc} ranks, {words}, and 1 is enough"
     return None
 
 
