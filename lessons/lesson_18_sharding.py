@@ -310,6 +310,7 @@ def is_freed(leaf):
 def replay(steps):
     """Return (what lives after each update, the most in a step); steps[0] is what was before."""
     now = dict.fromkeys((*KINDS, "besides", "together"), 0)
+    now["piece"] = 0  # the largest one of what is `besides`
     kept, most = [], now.copy()
     for number, (events, _) in enumerate(steps):
         for event in events:
@@ -319,7 +320,9 @@ def replay(steps):
             (kind,), nbytes = event
             now[kind or "besides"] += nbytes
             now["together"] += nbytes if kind else 0
-            most = {name: max(now[name], most[name]) for name in now} if number else most
+            if number:
+                most = {name: max(now[name], most[name]) for name in most}
+                most["piece"] = max(most["piece"], 0 if kind else nbytes)
     return kept, most
 
 
@@ -398,13 +401,13 @@ def compare_in_forward(model, memory, states):
     return off
 
 
-def besides_when_plain(model, rows, targets):
-    """Return the most bytes of activations and the like where nothing is sharded."""
+def most_when_plain(model, rows, targets):
+    """Return the most bytes, by kind, of a forward and backward where nothing is sharded."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with Memory(model, rows, targets) as memory:
         mse_loss(model(rows), targets).backward()
-    return replay([*memory.steps, (memory.events, [])])[1]["besides"]
+    return replay([*memory.steps, (memory.events, [])])[1]
 
 
 def spoiled(resize, memory):
@@ -443,7 +446,7 @@ def measure(rank, ranks, device, stage, steps, batch_size=24, pieces=1, seed=0):
     replica, plain = (copy.deepcopy(model).to(device) for _ in range(2))
     states = train_with_ddp(replica, batches)
     rows, targets = (part[rank::ranks].chunk(pieces)[0] for part in batches[0])
-    facts = {"plain": besides_when_plain(plain, rows, targets)}
+    facts = {"plain": most_when_plain(plain, rows, targets)}
     facts["crumbs"] = 100 + 4 * targets.nbytes  # the last loss, and what it was made of
     memory, off, problem = watch(model.to(device), batches, stage, pieces, states)
     moved = [(states[-1][name] - before).abs().max().item() for name, before in states[0].items()]
@@ -468,23 +471,30 @@ def what_was_seen(memory):
     return {"kept": kept, "peak": peak, "sent": sent, "setup": {name for name, _ in setup[1]}}
 
 
-def wrong_in(facts, rank, ranks, stage, steps, pieces):
-    """Return what is wrong on one rank: a list of sentences."""
-    if facts["problem"]:
-        return [f"rank {rank}: {facts['problem']}"]
-    counts = modules_of(Transformer())
-    kept, peak, sent = formulas(counts, ranks, stage, pieces)
-    wrong, off = [], max(facts["off"])
+def wrong_in_memory(facts, kept, peak, part):
+    """Return what is wrong with what one rank has; `part`: bytes of the largest part."""
+    wrong, has, plain = [], facts["peak"], facts["plain"]
     for now in facts["kept"]:
         pairs = [(kind, now[kind], kept[kind]) for kind in KINDS]
         wrong += [f"keeps {a:,} bytes of {kind}, not {b:,}" for kind, a, b in pairs if a != b]
         if now["besides"] > facts["crumbs"]:
             wrong.append(f"keeps {now['besides']:,} bytes that are nothing of these")
-    pairs = [(kind, facts["peak"][kind], peak[kind]) for kind in peak]
+    pairs = [(kind, has[kind], peak[kind]) for kind in peak]
     wrong += [f"has {a:,} bytes of {kind} at a time, not {b:,}" for kind, a, b in pairs if a != b]
-    room = facts["plain"] + 8 * -(-max(counts) // ranks)  # and one part, which the ring receives
-    if facts["peak"]["besides"] > room:
-        wrong.append(f"has {facts['peak']['besides']:,} bytes besides, where {room:,} are enough")
+    rooms = {"besides": plain["besides"] + part, "piece": max(plain["piece"], part)}
+    for name, room in rooms.items():  # the ring receives a part
+        if has[name] > room:
+            wrong.append(f"has {has[name]:,} bytes besides ({name}), where {room:,} are enough")
+    return wrong
+
+
+def wrong_in(facts, rank, ranks, stage, steps, pieces):
+    """Return what is wrong on one rank: a list of sentences."""
+    if facts["problem"]:
+        return [f"rank {rank}: {facts['problem']}"]
+    counts, off = modules_of(Transformer()), max(facts["off"])
+    kept, peak, sent = formulas(counts, ranks, stage, pieces)
+    wrong = wrong_in_memory(facts, kept, peak, 8 * -(-max(counts) // ranks))
     for by_name in facts["sent"]:
         names = {"c10d::recv_": 0} if ranks > 1 else {}
         if by_name != {name: n for name, n in (sent | names).items() if n or name in by_name}:

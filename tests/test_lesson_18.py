@@ -60,13 +60,24 @@ BREAKS = {
     "not freed after backward": ("                self.free()", "                pass", THREE),
     "not gathered for backward": (
         "    if self.stage == 3:\n            self.gather()\n",
-        "    if self.stage == 3:\n            self.flat.untyped_storage().resize_(self.flat.nbytes)\n",
+        "    if self.stage == 3:\n"
+        "            self.flat.untyped_storage().resize_(8 * len(self.flat))\n",
         THREE,
     ),
     "everything gathered at once": (
         "            loss = mse_loss(",
         "            _ = [unit.gather() for unit in units]\n            loss = mse_loss(",
         THREE,
+    ),
+    "a receive buffer of everything": (
+        "received = torch.empty_like(parts[0])",
+        "received = torch.empty_like(flat)[: len(parts[0])]",
+    ),
+    "gathered by way of a copy": (
+        "        dist.all_gather_single(self.flat, self.shard.detach())",
+        "        whole = self.flat.clone()\n"
+        "        dist.all_gather_single(whole, self.shard.detach())\n"
+        "        self.flat.copy_(whole)",
     ),
     "gathered into a copy that stays": (
         "        dist.all_gather_single(self.flat, self.shard.detach())",
@@ -89,7 +100,7 @@ def test_each_break_ends_in_fail(nproc, stage):
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_the_formulas_are_those_of_the_paper_where_everything_divides(ranks, stage):
     """Section 5 of ZeRO in numbers of 8 bytes: which kinds are divided by n in which stage."""
-    kept, peak, sent = lesson.formulas([24 * 5, 24 * 7], ranks, stage)
+    kept, _, sent = lesson.formulas([24 * 5, 24 * 7], ranks, stage)
     whole, divided = 8 * 24 * 12, [kind for kind in range(3) if kind <= stage - 1]
     sizes = {0: kept["optimizer"] - 8, 1: kept["gradients"], 2: kept["parameters"]}
     for kind, size in sizes.items():
