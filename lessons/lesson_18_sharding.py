@@ -508,6 +508,16 @@ def wrong_in(facts, rank, ranks, stage, steps, pieces):
     return [f"rank {rank} {sentence}" for sentence in dict.fromkeys(wrong)]
 
 
+def numbers_of(facts):
+    """Return what one rank has measured, for --json."""
+    counts = modules_of(Transformer())
+    numbers = {"parameters": sum(counts), "modules": len(counts), "peak": facts["peak"]}
+    sent = facts["sent"][-1] if facts["sent"] else {}
+    names = ("reduce_scatter", "all_gather")
+    numbers |= {"kept": facts["kept"][-1] if facts["kept"] else dict.fromkeys(KINDS, 0)}
+    return numbers | {"bytes_sent": {name: sent.get(name, 0) for name in names}}
+
+
 def report(result):
     """Print what a reader wants to know."""
     place = f"{result['world_size']} ranks, over {result['backend']} on {result['device']}"
@@ -531,22 +541,15 @@ def main(args):
     dist.all_gather_object(everyone, facts)
     result = {"lesson": 18, "world_size": ranks, "backend": dist.get_backend()}
     dist.destroy_process_group()  # a rank that failed has left without this: see lesson 03
-    counts = modules_of(Transformer())
     wrong = []
     for other, theirs in enumerate(everyone):
         wrong += wrong_in(theirs, other, ranks, stage, steps, args.accumulate)
     off = max(max(theirs["off"]) for theirs in everyone)
-    result |= {"device": device.type, "stage": stage, "parameters": sum(counts)}
-    result |= {"modules": len(counts), "max_diff_to_ddp": off, "peak": facts["peak"]}
-    result |= {"kept": facts["kept"][-1] if facts["kept"] else dict.fromkeys(KINDS, 0)}
-    names = ("reduce_scatter", "all_gather")
-    sent = facts["sent"][-1] if facts["sent"] else {}
-    result |= {"bytes_sent": {name: sent.get(name, 0) for name in names}}
+    result |= {"device": device.type, "stage": stage, "max_diff_to_ddp": off} | numbers_of(facts)
     if rank == 0:
         report(result)
-    claim = (
-        f"after {steps} steps of Adam off by {off:.2g} from DDP; kept and sent as by the formulas"
-    )
+    claim = f"after {steps} steps of Adam off by {off:.2g} from DDP"
+    claim += "; kept and sent as by the formulas"
     return not wrong, "; ".join(wrong) or claim, result
 
 

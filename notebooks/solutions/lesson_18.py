@@ -1,5 +1,7 @@
 """Solutions of the tasks of lesson 18, and their checks."""
 
+from unittest.mock import patch
+
 import lesson_18_sharding as lesson
 import torch
 import torch.distributed as dist
@@ -96,7 +98,17 @@ def examine_forward(rank, world_size, attempt):
     for whole in wholes:
         right = torch.tanh(right @ whole)
     memory = lesson.Memory(nn.Identity(), x, *shards)
-    with memory, torch.no_grad():
+    gather = dist.all_gather_single
+
+    def gather_and_let_go(whole, shard, *args, **options):
+        """Gather into other memory: a thread of gloo holds what it was given a moment longer."""
+        memory.paused, own = True, torch.empty_like(whole)
+        gather(own, shard, *args, **options)
+        whole.copy_(own)
+        memory.paused = False
+
+    names = dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), gather_and_let_go)
+    with memory, torch.no_grad(), patch.multiple(dist, **names):
         answer = attempt(shards, (WIDTH, WIDTH), x)
     most = lesson.replay([([], []), (memory.events, [])])[1]["besides"]
     close = isinstance(answer, torch.Tensor) and answer.shape == right.shape
