@@ -102,7 +102,8 @@ def examine_forward(rank, world_size, attempt):
 
     def gather_and_let_go(whole, shard, *args, **options):
         """Gather into other memory: a thread of gloo holds what it was given a moment longer."""
-        memory.paused, own = True, torch.empty_like(whole)
+        memory.paused = True
+        own = torch.empty_like(whole)
         gather(own, shard, *args, **options)
         whole.copy_(own)
         memory.paused = False
@@ -124,7 +125,7 @@ def check_forward_by_shards(attempt):
                 return f"with {nproc} ranks, rank {rank} does not compute what one process computes"
             if most > budget:
                 size = most / (8 * WIDTH * WIDTH)
-                words = f"{size:.1f} whole layers live at a time"
+                words = f"{size:.0f} whole layers live at a time"
                 return f"with {nproc} ranks, {words}, and 1 is enough"
     return None
 

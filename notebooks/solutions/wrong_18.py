@@ -114,8 +114,8 @@ WRONG = {
         "all gradients to all": (by_gathering, "are enough"),
     },
     "forward_by_shards": {
-        "all at once": (all_at_once, "5.0 whole layers live at a time"),
-        "the old one lives": (the_old_one_lives, "2.0 whole layers live at a time"),
+        "all at once": (all_at_once, "5 whole layers live at a time"),
+        "the old one lives": (the_old_one_lives, "2 whole layers live at a time"),
         "nothing is gathered": (only_the_shards, "does not compute what one process computes"),
     },
     "resume": {
