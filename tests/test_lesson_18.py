@@ -1,0 +1,140 @@
+"""Lesson 18: who keeps what, when nobody keeps all; and what it sends."""
+
+import sys
+
+import cloudpickle
+import lesson_18_sharding as lesson
+import pytest
+from breaks import check_breaks
+from conftest import run_warm
+
+# Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ONE, NOT_THREE, NOT_ONE, THREE = (1,), (1, 2), (2, 3), (3,)  # the stages in which it is a mistake
+
+BREAKS = {
+    "a turn of the ring is left out": ("range(1, ranks)", "range(2, ranks)"),
+    "parts are replaced, not added": ("].add_(received)", "].copy_(received)"),
+    "an all-reduce in its place": (
+        "    parts = flat.chunk(ranks)\n",
+        "    return dist.all_reduce(flat)\n",
+    ),
+    "padding counted": ("-(-count // self.ranks)  #", "-(-count // self.ranks) + 1  #"),
+    "padded to a round number": (
+        "-(-count // self.ranks)  #",
+        "-(-count // (64 * self.ranks)) * 64  #",
+    ),
+    "two ranks with one shard": (
+        "return flat[self.rank * self.length : (self.rank + 1) * self.length]",
+        "return flat[self.rank // 2 * self.length : (self.rank // 2 + 1) * self.length]",
+    ),
+    "the model is not sent": ("        dist.broadcast(self.flat, 0)  #", "        #"),
+    "the sum, not the mean": (".div_(self.ranks)", ""),
+    "updated from its own gradient": ("reduce_scatter(self.gradient)", "pass"),
+    "gradients pile up": ("optimizer.zero_grad()\n        model.zero", "model.zero"),
+    "another optimizer": ("torch.optim.Adam([", "torch.optim.AdamW(["),
+    "no update": ("optimizer.step()\n        if stage < 3:", "if stage < 3:"),
+    "the same rows on all ranks": ("zip(rows[rank::ranks]", "zip(rows[:: ranks]"),
+    "pieces are not divided": ("answers) / pieces", "answers)"),
+    "only the last piece counts": ("self.shard.grad += mine", "self.shard.grad = mine", NOT_ONE),
+    "a copy beside the flat tensor": ("self.missing = None, 0", "self.copy = None, self.flat * 1"),
+    "gather left out after the step": ("unit.gather()  #", "pass  #", NOT_THREE),
+    "the shard is a copy": ("mine.clone() if stage == 3 else mine)", "mine.clone())", NOT_THREE),
+    "stage 1 sends with each piece": ("0 and self.stage > 1:", "0:", ONE),
+    "old gradients stay until backward": ("model.zero_grad()", "pass", ONE),
+    "gradients stay whole": ("mine if self.stage == 1 else mine.clone()", "mine", NOT_ONE),
+    "whole gradients are not let go": ("parameter.grad = None", "pass", NOT_ONE),
+    "the shard is a window": ("mine.clone() if stage == 3 else mine)", "mine)", THREE),
+    "freed too early": ("*_: self.gather())", "*_: self.gather() or self.free())", THREE),
+    "freed at the first gradient": (
+        "self.missing -= 1\n",
+        "self.missing -= 1\n        self.stage == 3 and self.free()\n",
+        THREE,
+    ),
+    "not freed after forward": (
+        "            self.free()\n        if output",
+        "            pass\n        if output",
+        THREE,
+    ),
+    "not freed after backward": ("                self.free()", "                pass", THREE),
+    "not gathered for backward": (
+        "    if self.stage == 3:\n            self.gather()\n",
+        "    if self.stage == 3:\n"
+        "            self.flat.untyped_storage().resize_(8 * len(self.flat))\n",
+        THREE,
+    ),
+    "everything gathered at once": (
+        "            loss = mse_loss(",
+        "            _ = [unit.gather() for unit in units]\n            loss = mse_loss(",
+        THREE,
+    ),
+    "a receive buffer of everything": (
+        "received = torch.empty_like(parts[0])",
+        "received = torch.empty_like(flat)[: len(parts[0])]",
+    ),
+    "gathered by way of a copy": (
+        "        dist.all_gather_single(self.flat, self.shard.detach())",
+        "        whole = self.flat.clone()\n"
+        "        dist.all_gather_single(whole, self.shard.detach())\n"
+        "        self.flat.copy_(whole)",
+    ),
+    "gathered into a copy that stays": (
+        "        dist.all_gather_single(self.flat, self.shard.detach())",
+        "        self.copy = self.flat.clone()\n"
+        "        dist.all_gather_single(self.copy, self.shard.detach())\n"
+        "        self.flat.copy_(self.copy)",
+    ),
+}
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_each_break_ends_in_fail(nproc, stage):
+    flags = ("--stage", stage, "--steps", 2, "--accumulate", 2)
+    table = {name: row if len(row) == 3 else (*row, THREE) for name, row in BREAKS.items()}
+    check_breaks(18, BREAKS | table, nproc, *flags, mesh=stage)
+
+
+@pytest.mark.parametrize("ranks", (1, 3, 4, 8))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_the_formulas_are_those_of_the_paper_where_everything_divides(ranks, stage):
+    """Section 5 of ZeRO in numbers of 8 bytes: which kinds are divided by n in which stage."""
+    kept, _, sent = lesson.formulas([24 * 5, 24 * 7], ranks, stage)
+    whole, divided = 8 * 24 * 12, [kind for kind in range(3) if kind <= stage - 1]
+    sizes = {0: kept["optimizer"] - 8, 1: kept["gradients"], 2: kept["parameters"]}
+    for kind, size in sizes.items():
+        assert size == whole * (2 if kind == 0 else 1) // (ranks if kind in divided else 1)
+    assert sum(sent.values()) * ranks == (3 if stage == 3 else 2) * whole * (ranks - 1)
+
+
+def test_bad_values_cost_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    wrong = {"--batch-size": "--batch-size 8", "--stage": "--stage 4"}
+    wrong["times --accumulate, 6"] = "--batch-size 9 --accumulate 2"
+    for words, flags in wrong.items():
+        with pytest.raises(SystemExit, match="2"):
+            lesson.parse_args(flags.split())
+        stderr = capsys.readouterr().err
+        assert words in stderr and stderr.count("\n") == 1, stderr
+
+
+AROUND = """
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+rows = torch.randn(40, 32, TOKENS, NUMBERS)
+model = Transformer()
+before = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2]).item()
+train(model, [(some, some.mean(1)[:, :2]) for some in rows], stage=3)
+with torch.no_grad():
+    after = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2]).item()
+print(after < before / 2, model.blocks[0].mlp.up.weight.untyped_storage().nbytes())
+dist.destroy_process_group()
+"""
+
+
+def test_the_technique_runs_in_a_file_of_its_own(tmp_path):
+    source = lesson.__loader__.get_source(lesson.__name__)
+    copied = source[source.index("\nimport ") : source.index("# --- The proof ---")]
+    (tmp_path / "mine.py").write_text(copied + AROUND)
+    assert run_warm(tmp_path / "mine.py", 2) == [(0, "True 0\n")] * 2
