@@ -240,7 +240,9 @@ class Watch:
         if others:
             self.wrong.append(f"beside send and receive it calls {others}")
         elif counter.calls != {name: count for name, count in seen.items() if count}:
-            self.wrong.append("only what is called as dist.send, dist.irecv and so on is counted")
+            self.wrong.append(
+                "a send or receive is not seen: call it as dist.send, dist.irecv and so on"
+            )
         for ops in self.rounds:  # over a slow link it takes up to twice the time: see the page
             if [sends for sends, *_ in ops] != sorted(sends for sends, *_ in ops):
                 self.wrong.append("a send is posted before its receive")
