@@ -318,7 +318,7 @@ def examine(names, tensor):
         found[name] = {
             "rounds": watch.rounds,
             "wrong": watch.wrong,
-            "off": max(off.tolist(), default=0.0),
+            "off": off.amax().item() if len(off) else 0.0,
             "close": bool((off <= rounding).all()),  # of nan it is not
             "bits": hashlib.sha256(mine.cpu().view(torch.uint8).numpy()).hexdigest(),
         }
