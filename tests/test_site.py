@@ -341,7 +341,10 @@ def test_the_page_on_memory(browser):
 def test_what_cannot_be_cut_so_often_is_said(browser):
     show(browser, "docs/memory.html#ranks=48&tensor=10&stages=2&device=300")
     (sentence,) = texts(browser, ".interactive-sentence")
-    assert "A row of 2,048 tokens leaves 11.4 GB in 40 blocks of width 4,096." in sentence
+    assert (
+        "A row of 2,048 tokens leaves 11.4 GB of activations in 40 blocks of width 4,096."
+        in sentence
+    )
     assert sentence.endswith(
         "Not possible: tensor (32 heads for 48 parts), GPipe pipeline (40 blocks for 48 stages), "
         "1F1B pipeline (40 blocks for 48 stages)."
@@ -351,7 +354,10 @@ def test_what_cannot_be_cut_so_often_is_said(browser):
     assert texts(browser, "figcaption") == ["5 of 8 ways fit into 300 GB"]
     (steps,) = texts(browser, ".interactive-key")
     assert "the pipelines 32, the mixture 64." in steps  # 2 replicas, 32 in each
-    assert steps.endswith("The mixture leaves 8 ranks idle.")
+    assert steps.endswith(
+        "The mixture has 2 data with ZeRO 3 \u00d7 10 tensor \u00d7 2 pipeline ranks, "
+        "and leaves 8 ranks idle."
+    )
     show(browser, "docs/memory.html#ranks=4&tensor=4&stages=2&layers=0")
     (sentence,) = texts(browser, ".interactive-sentence")
     assert "All this is without activations." in sentence

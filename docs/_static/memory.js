@@ -45,8 +45,8 @@
     ["2", "also the gradients (ZeRO 2)"],
     ["3", "also the parameters (ZeRO 3)"],
   ];
-  const SHAPE = "The shape of the model, which decides its activations";
-  const MIXTURE = "Tensor, and the mixture: data × tensor × pipeline";
+  const SHAPE = "The shape of the model";
+  const MIXTURE = "Tensor and the mixture";
   const CONTROLS = [
     { name: "models", label: "Model", presets: MODELS },
     {
@@ -94,7 +94,7 @@
       unit: "", values: PARTS_OF_A_MODEL, min: 1, max: 1e5, value: 2, whole: true,
     },
     {
-      name: "stages", label: "Mixture: pipeline stages (1F1B)", fold: MIXTURE,
+      name: "stages", label: "Mixture: stages of a 1F1B pipeline", fold: MIXTURE,
       unit: "", values: PARTS_OF_A_MODEL, min: 1, max: 1e5, value: 1, whole: true,
     },
     {
@@ -163,7 +163,7 @@
     if (size === 0) return "All this is without activations.";
     if (state.activations) return `A micro-batch leaves ${bytes(size)} of activations.`;
     const blocks = `${count(state.layers, "block")} of width ${whole(state.width)}`;
-    return `A row of ${count(state.tokens, "token")} leaves ${bytes(size)} in ${blocks}.`;
+    return `A row of ${count(state.tokens, "token")} leaves ${bytes(size)} of activations in ${blocks}.`;
   }
 
   function inWords(state, rows) {
@@ -198,15 +198,17 @@
   }
 
   // Without gradients that are added up over several rounds.
-  function stepsInWords({ ranks, micro, tensor, stages }, { data }) {
+  function stepsInWords({ ranks, micro, tensor, stages }, { data, zero }) {
     const each = ranks === 1 ? "1" : `${whole(ranks)} (one on each rank)`;
     const together = ranks === 1 ? "1" : "1 (on all ranks together)";
     const mixed = whole(data * (stages > 1 ? micro : 1));
     const ways = `data parallel and ZeRO ${each}, tensor ${together}, the pipelines ${whole(micro)}`;
     const unequal = ranks === 1 && micro === 1 ? "" : " So the steps are not equally large.";
     const left = ranks - data * tensor * stages;
-    const idle = left > 0 ? ` The mixture leaves ${count(left, "rank")} idle.` : "";
-    return `Micro-batches in a step: ${ways}, the mixture ${mixed}.${unequal}${idle}`;
+    const idle = left > 0 ? `, and leaves ${count(left, "rank")} idle` : "";
+    const among = zero ? ` with ZeRO ${zero}` : "";
+    const uses = ` The mixture has ${data} data${among} × ${tensor} tensor × ${stages} pipeline ranks`;
+    return `Micro-batches in a step: ${ways}, the mixture ${mixed}.${unequal}${uses}${idle}.`;
   }
 
   // --- The picture: a bar for each way ---
