@@ -25,6 +25,7 @@ import functools
 import json
 import os
 import sys
+import time
 import weakref
 from datetime import timedelta
 from unittest.mock import patch
@@ -460,12 +461,15 @@ def watch(model, batches, stage, pieces, states):
 
 
 def all_have_failed():
-    """Return whether all ranks call this within ten seconds."""
-    try:
-        dist.monitored_barrier(timeout=timedelta(seconds=10))
-    except RuntimeError:
-        return False
-    return True
+    """Return whether all ranks call this within ten seconds; it needs no collective."""
+    store, ranks = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    calls = store.add("calls of all_have_failed", 1)
+    wanted = -(-calls // ranks) * ranks
+    for _ in range(100):
+        if store.add("calls of all_have_failed", 0) >= wanted:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def measure(rank, ranks, device, stage, steps, batch_size=24, pieces=1, seed=0):
