@@ -231,6 +231,8 @@ def test_activations_are_those_of_the_paper():
     ]
     told = node("memory_formulas", asked)
     assert told == pytest.approx([s * h * share for share in table.values()])
+    (wide,) = node("memory_formulas", [(*asked[3][:1], asked[3][1] | {"precision": "float32"}, t)])
+    assert wide == 2 * told[3] - 2 * s * h  # two masks between the cuts have 1 byte as before
     assert matrices == 80 and 5 * 128 * s / 20480 == 64  # GPT-3 and MT-NLG: 70 % and 65 % of it
 
 
