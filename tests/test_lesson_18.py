@@ -1,12 +1,20 @@
 """Lesson 18: who keeps what, when nobody keeps all; and what it sends."""
 
 import sys
+from functools import partial
 
 import cloudpickle
 import lesson_18_sharding as lesson
 import pytest
+import torch
 from breaks import check_breaks
 from conftest import run_warm
+from nbtools import run
+from nbtools.record import Wire
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -143,3 +151,38 @@ def test_the_technique_runs_in_a_file_of_its_own(tmp_path):
     copied = source[source.index("\nimport ") : source.index("# --- The proof ---")]
     (tmp_path / "mine.py").write_text(copied + AROUND)
     assert run_warm(tmp_path / "mine.py", 2) == [(0, "True 0\n")] * 2
+
+
+def use_more_tools(rank, world_size):
+    """Return what the policy sends and, of ZeroRedundancyOptimizer, what it keeps and sends."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+
+    batches, model = lesson.make_problem(0, 1, 24)
+    rows, targets = (part[rank::world_size] for part in batches[0])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*model.float().blocks, model]:
+        fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with Wire() as wire:
+        model(rows.float()).float().square().mean().backward()
+    types = {f"{call.name.strip('_')} in {call.kind}" for call in wire.calls}
+
+    both = []
+    for make in (torch.optim.Adam, partial(ZeroRedundancyOptimizer, optimizer_class=Adam)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(lesson.Transformer().double())
+        optimizer = make(model.parameters(), lr=1e-3)
+        mse_loss(model(rows), targets).backward()
+        with Wire() as wire:
+            optimizer.step()
+        both.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    kept = [state["exp_avg"].shape for state in optimizer.optim.state.values()]
+    shapes = [p.shape for p in model.parameters()]
+    whole = len(kept) < len(shapes) and set(kept) <= set(shapes)
+    return types, whole, {call.name for call in wire.calls}, (both[0] - both[1]).abs().max().item()
+
+
+def test_what_the_side_roads_say():
+    """What the policy sends, offload runs here, and ZeroRedundancyOptimizer beside DDP is Adam."""
+    for types, whole, calls, off in run(use_more_tools, 3):
+        assert types == {"allgather_base in bfloat16", "reduce_scatter_base in float32"}
+        assert whole and calls == {"broadcast"} and off < 1e-15
