@@ -31,12 +31,9 @@ BREAKS = {
         "mine = [array[number :: len(devices)] for array in batch]  # 2\n            with",
         "mine = [*batch[:2], batch[2] / len(devices)]\n            with",
     ),
-    "tensorflow towers: computed on one device": (
-        "with tf.GradientTape() as tape:\n                    tape.watch",
-        "with tf.device(devices[0]), tf.GradientTape() as tape:\n                    tape.watch",
-    ),
+    "tensorflow towers: on one device": ("with tf.device(device):", "with tf.device(devices[0]):"),
     "tensorflow mirrored: not merged": (ADDED, ADDED.replace("SUM", "ONLY_FIRST_REPLICA")),
-    "tensorflow mirrored: on one device": (
+    "tensorflow mirrored: forward on one device": (
         LOCAL,
         LOCAL.replace("with", "with tf.device(devices[0]),"),
     ),
