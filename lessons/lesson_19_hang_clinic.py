@@ -98,7 +98,7 @@ def calls_in(path):
     for entry in pickle.loads(Path(path).read_bytes()).get("entries", []):
         lines = [f["line"] for f in entry["frames"] if not f["filename"].startswith(LIBRARY)]
         operation = entry["profiling_name"].partition(":")[2]
-        sizes = str(entry["input_sizes"])
+        sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
         calls.append((lines[0] if lines else None, operation, entry["process_group"][0], sizes))
     return calls
 
@@ -323,13 +323,13 @@ def dead_loader(rank, world_size, steps, rows):
 
 def read(name):
     """Return the rows of a file, which takes a moment."""
-    time.sleep(0.25)
+    time.sleep(0.25)  # the disk turns
     return torch.randn(8, 4)
 
 
 def score(rows):
     """Return how good the rows are, which takes a moment."""
-    time.sleep(0.25)
+    time.sleep(0.25)  # numbers are crunched
     return rows.square().mean()
 
 
@@ -513,7 +513,7 @@ def be_a_rank(job, rank, run, args):
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit), **place)
     if run.kind == "plain":
         leave_stacks(run.folder / f"stacks_{rank}")
-        leave_calls(run.folder / f"calls_{rank}", args.limit - 1)
+        leave_calls(run.folder / f"calls_{rank}", 0.6 * args.limit)
     job(rank, args.nproc, args.steps, args.batch_size)
 
 
@@ -550,8 +550,8 @@ def last_words(text, code):
     if code < 0:
         thrown = re.search(r"what\(\): *(.*)", text)
         return f"{signal.Signals(-code).name} {thrown[1] if thrown else ''}".strip()
-    errors = re.findall(r"^\w+(?:Error|Exception): .*", text, re.MULTILINE)
-    return errors[-1] if errors else "no words"
+    errors = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)", text, re.MULTILINE)
+    return errors[-1] if errors else "timed out without a word"
 
 
 def line_of_error(text):

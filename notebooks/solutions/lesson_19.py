@@ -9,7 +9,7 @@ from nbtools import RankFailed, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-PATIENCE = timedelta(seconds=3)  # of a rank that waits for the others
+PATIENCE = timedelta(seconds=2)  # of a rank that waits for the others
 STEPS, ROWS = 3, 8
 
 
