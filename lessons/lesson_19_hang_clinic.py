@@ -458,7 +458,7 @@ def treat(jobs, args, folder, nurse):
 
 def wait_for(runs, limit):
     """Wait for ranks, a second longer than they wait for each other; look at them four times."""
-    begin, looks = time.time(), [limit - 1.6 + 0.35 * number for number in range(4)]
+    begin, looks = time.time(), [limit - 1 + 0.2 * number for number in range(4)]
     living = {pid: (run, rank) for run in runs for rank, pid in enumerate(run.ids)}
     while living and time.time() < begin + limit + 1:
         time.sleep(0.01)
@@ -569,7 +569,8 @@ def read_stacks(run, args):
         return Finding([], None, "nobody is there any more", None)
     seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in looks) - run.begin
     named = not_arrived(places)
-    moving = [r for r in named if len({where(f"(most{look}") for look in looks[r][1:]}) > 1]
+    working = [rank for rank in named if places[rank] and places[rank][1] not in MEETINGS]
+    moving = [r for r in working if len({where(f"(most{look}") for look in looks[r][1:]}) > 1]
     if moving:
         return Finding([], None, f"rank {moving[0]} is late, but moves: it is at work", seconds)
     return Finding(named, *at(named, places), seconds)
