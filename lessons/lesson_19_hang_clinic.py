@@ -447,8 +447,11 @@ def treat(jobs, args, folder, nurse):
             run.ids.append(os.fork() or be_forked(job, rank, run, args, nurse))
             with contextlib.suppress(OSError):  # it is there already, or it has ended
                 os.setpgid(run.ids[-1], nurse.pid)
-    while not all((run.folder / f"here_{r}").exists() for run in runs for r in range(args.nproc)):
+    marks, deadline = [run.folder / f"here_{r}" for run in runs for r in range(args.nproc)], 60
+    while not all(mark.exists() for mark in marks):
         time.sleep(0.01)
+        if time.time() > runs[0].begin + deadline:
+            raise TimeoutError(f"not all ranks have started after {deadline} s")
     runs = [run._replace(begin=time.time()) for run in runs]
     for run in runs:
         (run.folder / "go").touch()
