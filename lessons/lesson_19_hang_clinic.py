@@ -92,10 +92,10 @@ def write_calls(path):
     Path(path).write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 
 
-def calls_in(path):
-    """Return [(your line, operation, group, sizes)] of each collective that a rank has called."""
+def calls_in(dump):
+    """Return [(your line, operation, group, sizes)] of each call that these bytes tell of."""
     calls = []
-    for entry in pickle.loads(Path(path).read_bytes()).get("entries", []):
+    for entry in pickle.loads(dump).get("entries", []):
         lines = [f["line"] for f in entry["frames"] if not f["filename"].startswith(LIBRARY)]
         operation = entry["profiling_name"].partition(":")[2]
         sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
@@ -598,7 +598,7 @@ def read_recorder(run, args):
         gone = [rank for rank, path in enumerate(paths) if not path.exists()]
         return Finding([], None, f"rank {gone[0]} has left no calls", None)
     seconds = max(path.stat().st_mtime for path in paths) - run.begin
-    calls = {rank: calls_in(path) for rank, path in enumerate(paths)}
+    calls = {rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)}
     named, here = behind(calls), first_difference(calls)
     if not named:
         return Finding([], None, "no rank is the odd one", seconds)

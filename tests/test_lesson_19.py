@@ -230,7 +230,7 @@ dist.all_reduce(torch.ones(3))
 try:
     dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(3))  # it hangs here
 except RuntimeError:
-    print(where(Path(stacks).read_text())[1], calls_in(calls)[-1][1])
+    print(where(Path(stacks).read_text())[1], calls_in(Path(calls).read_bytes())[-1][1])
 """
 
 
