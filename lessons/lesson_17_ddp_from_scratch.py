@@ -257,7 +257,7 @@ def make(kind, seed, device):
     return model
 
 
-def make_batches(args, device):
+def make_micro_batches(args, device):
     """Return [step][micro-batch]: (this rank's rows,), and what to make of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(args.seed)
@@ -512,7 +512,7 @@ def main(args):
     """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
     rank, world_size, device = join_group()
     numbers = {"lesson": 17, "world_size": world_size, "backend": dist.get_backend()}
-    batches, wrong = make_batches(args, device), []
+    batches, wrong = make_micro_batches(args, device), []
     off = {}
     for name, ordered in (("in reverse order", False), ("in DDP's order", True)):
         facts = compare(args, device, batches, ordered)

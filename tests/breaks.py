@@ -1,8 +1,9 @@
 """PASS means it: take a part of the technique away, and the lesson's own verdict is FAIL.
 
 Each tests/test_lesson_NN.py has a table BREAKS = {name: (text in the script, text in its place)} of
-such mistakes, and hands it to check_breaks(). A third part of a row, a tuple, says on how many
-ranks this mistake is one (in lesson 13, on which meshes), where that differs.
+such mistakes, and hands it to check_breaks(). A break is tried on 2 ranks. Where it is a mistake on
+other numbers of ranks only, or shows another thing there, a third part of its row, a tuple, has
+them (in lesson 13 meshes, in 18 stages).
 """
 
 import contextlib
@@ -34,7 +35,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
     """Run a lesson's script as it is, then with each of its breaks, on `nproc` ranks.
 
-    With two machines, half of the ranks are told that they run on the second. All runs share one
+    The script as it is runs on each of them, a break only where it is to be tried. With two
+    machines, half of the ranks are told that they run on the second, and 3 ranks are the fewest, so
+    that the machines differ. All runs share one
     start of the ranks, so a break costs what its steps cost. A lesson that is one process gets a
     new process for each: lesson 01 registers its stand-ins for devices once in a process. So does a
     lesson that starts its own ranks, whose meeting can't be left out; its ranks are forks. A lesson
@@ -49,13 +52,14 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
     for name, (part, other, *_) in breaks.items():
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
         sources[name] = source.replace(part, other)
+    where = {name: row[2] if row[2:] else (machines + 1,) for name, row in breaks.items()}
     if lesson.frameworks():
         numbers = nproc if isinstance(nproc, tuple) else (nproc,)
         several = "torch" in lesson.compares_with
         judge_in_new_processes = judge_by_framework if several else judge_beside_torch
-        return judge_in_new_processes(sources, breaks, numbers, [str(flag) for flag in flags])
-    for name, (_, _, *where) in breaks.items():
-        if where and (mesh or nproc) not in where[0]:
+        return judge_in_new_processes(sources, where, numbers, [str(flag) for flag in flags])
+    for name, numbers in where.items():
+        if (mesh or nproc) not in numbers:
             del sources[name]
     importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
     if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB, lessons.ITSELF):
@@ -83,12 +87,11 @@ def judge_breaks(said):
     assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
 
 
-def judge_beside_torch(sources, breaks, numbers, flags):
+def judge_beside_torch(sources, where, numbers, flags):
     """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
     runs = []  # [name, number of ranks]
     for name in sources:
-        where = breaks.get(name, ())[2:]
-        runs += [[name, nproc] for nproc in numbers if not where or nproc in where[0]]
+        runs += [[name, nproc] for nproc in numbers if nproc in where.get(name, numbers)]
     command, job = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, runs, flags])
     ran = subprocess.run(command, input=job, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -112,7 +115,7 @@ print(json.dumps(said))
 """
 
 
-def judge_by_framework(sources, breaks, numbers, flags):
+def judge_by_framework(sources, where, numbers, flags):
     """Train with each framework in a process of its own; judge what it found with the others'.
 
     A break is named "<way>: ...", and only this way is trained with it. The model is made smaller,
@@ -122,7 +125,7 @@ def judge_by_framework(sources, breaks, numbers, flags):
         for number, source in enumerate(sources.values()):
             Path(folder, f"script_{number}.py").write_text(source)
         runs = [[0, "", nproc] for nproc in numbers]  # [number of the script, way, workers]
-        ways = [name.partition(":")[0] for name in breaks]
+        ways = [name.partition(":")[0] for name in where]
         runs += [[number, way, numbers[0]] for number, way in enumerate(ways, 1)]
         intact = load_script(folder, 0)
         with ThreadPoolExecutor(len(intact.WATCH)) as pool:
@@ -139,7 +142,7 @@ def judge_by_framework(sources, breaks, numbers, flags):
                 said.append(script.main(args)[:2])
     for verdict in said[1 : len(numbers)]:
         judge_breaks({"as it is": verdict})
-    judge_breaks(dict(zip(["as it is", *breaks], [said[0], *said[len(numbers) :]], strict=True)))
+    judge_breaks(dict(zip(["as it is", *where], [said[0], *said[len(numbers) :]], strict=True)))
 
 
 def load_script(folder, number):
@@ -165,7 +168,8 @@ ONE_FRAMEWORK = """
 import importlib.util, json, os, pickle, sys, tempfile
 from pathlib import Path
 
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster, and three times
+os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # as fast with this
 
 """
 TRAIN = """
@@ -181,6 +185,11 @@ for number, way, nproc in runs:
     if way and script.framework_of(way) != framework:
         found.append({})
         continue
+    if framework == "tensorflow":  # it sends as many bytes if nobody looks for a better graph
+        settings = script.start_tensorflow().config.optimizer
+        settings.set_experimental_options({"disable_meta_optimizer": True})
+    if framework == "jax" and way:  # one device has found this already
+        script.jax_alone = lambda *_: lambda *given: (found[0]["jax jit"]["alone"], None)
     with tempfile.TemporaryDirectory() as own:
         script.save_problem(own, script.parse_args([*flags, "--nproc", str(nproc)]))
         found.append(script.WATCH[framework](nproc, own))

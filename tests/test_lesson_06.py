@@ -34,7 +34,7 @@ NAME_FIRST = """        os.replace(unfinished, path)
         torch.save(state, file)
         os.fsync(file.fileno())"""
 EVERYONE = "0 or (everyone := [random_states()] * dist.get_world_size())"  # a whole file, too
-ON_TWO_RANKS = {  # the same mistake on any number of ranks
+BREAKS = {  # the same mistake on any number of ranks
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
     "the momentum is left out": ('"optimizer": optimizer, ', ""),
     "the schedule is left out": (', "schedule": schedule}', "}"),
@@ -55,8 +55,6 @@ ON_TWO_RANKS = {  # the same mistake on any number of ranks
     "newer files count as older": ("checkpoints(folder) if other <= path]", "checkpoints(folder)]"),
     "an unfinished file is in the way": ('open(unfinished, "wb")', 'open(unfinished, "xb")'),
     "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt'),
-}
-BREAKS = {name: (*edit, (2,)) for name, edit in ON_TWO_RANKS.items()} | {
     "the position is lost": ('now = saved["now"]', "pass"),
     "rank 0's random states for all": ('saved["random"][rank]', 'saved["random"][0]'),
     "no set_epoch": ("sampler.set_epoch(now", "(lambda _: None)(now"),

@@ -120,44 +120,39 @@ WORDS = "tf.reduce_sum(mask)  #"
 LOOK_UP = 'tf.nn.embedding_lookup(weights["embedding"]'
 
 BREAKS = {
-    "variables not shared": ('scope("model", ', 'scope(f"model{number or str()}", ', (2,)),
-    "gradients added, the loss averaged": (PAIRS, PAIRS.replace("loss,", "loss * 2,"), (2,)),
-    "divided by the padded length": (WORDS, "tf.cast(tf.size(mask), dtype)  #", (2,)),
+    "variables not shared": ('scope("model", ', 'scope(f"model{number or str()}", '),
+    "gradients added, the loss averaged": (PAIRS, PAIRS.replace("loss,", "loss * 2,")),
+    "divided by the padded length": (WORDS, "tf.cast(tf.size(mask), dtype)  #"),
     "losses of unequal parts averaged": (
         "sums.append(tower(**part))",
         'sums.append(tower(**part) / tf.reduce_sum(part["mask"]) / 2'
         ' * tf.reduce_sum(inputs["mask"]))',
-        (2,),
     ),
     "the batch not split, the loss averaged": (
         "parts[name] = tf.split(value, len(devices))",
         'parts[name] = [value / len(devices) if name == "mask" else value] * len(devices)',
-        (2,),
     ),
     "all on one device": ("tf.device(device)", "tf.device(devices[0])", (3,)),
-    "no colocation": (PAIRS, "compute_gradients(loss)", (2,)),
-    "the whole embedding is sent": (LOOK_UP, LOOK_UP.replace("(", "(0 + "), (2,)),
-    "the embedding's gradient is sent whole": (PAIRS, f"{PAIRS}{DENSE}", (2,)),
+    "no colocation": (PAIRS, "compute_gradients(loss)"),
+    "the whole embedding is sent": (LOOK_UP, LOOK_UP.replace("(", "(0 + ")),
+    "the embedding's gradient is sent whole": (PAIRS, f"{PAIRS}{DENSE}"),
     "each tower is sent the whole batch": (
         "part = {name: pieces[number] for name, pieces in parts.items()}",
         "with tf.device(device):\n            "
         "part = {n: tf.split(tf.concat(p, 0), len(p))[number] for n, p in parts.items()}",
-        (2,),
     ),
-    "the learning rate times towers": ("(learning_rate)", "(learning_rate * len(devices))", (2,)),
+    "the learning rate times towers": ("(learning_rate)", "(learning_rate * len(devices))"),
     "two updates of a half": (
         "update = optimizer.apply_gradients(pairs)  #",
         "halves = [(tf.convert_to_tensor(g) / 2, v) for g, v in pairs]\n"
         "        update = [optimizer.apply_gradients(halves) for _ in '12']  #",
-        (2,),
     ),
     "one update left out while nobody looks": (
         "return [graph.session.run([graph.loss, graph.update])[0] for _",
         "return [graph.session.run([graph.loss, graph.update][: 1 + (steps < 3 or n)])[0] for n",
-        (2,),
     ),
-    "every second batch": ("data.prefetch(2)", "data.shard(2, 0).prefetch(2)", (2,)),
-    "no batch is made ahead": ("data.prefetch(2)", "data", (2,)),
+    "every second batch": ("data.prefetch(2)", "data.shard(2, 0).prefetch(2)"),
+    "no batch is made ahead": ("data.prefetch(2)", "data"),
     "rows that are too many are dropped": (
         "value = tf.pad(value, [[0, missing], [0, 0]])",
         "value = value[: tf.shape(value)[0] // len(devices) * len(devices)]",

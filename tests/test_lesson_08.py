@@ -23,20 +23,20 @@ SENT = f"{CLEAR}; [paddle.distributed.stream.broadcast(w, 0) for w in layer.para
 TWICE = f"[paddle.distributed.all_reduce(w.grad) for w in layer.parameters()]; {CLEAR}"
 
 BREAKS = {
-    "parts of other sizes": ("array_split(array, len(places))", "split(array, [1])", (2,)),
-    "all rows on the first place": ("part[number])", "part[number], place=places[0])", (2,)),
-    "one copy of the weights": (COPIES, ONE, (2,)),
+    "parts of other sizes": ("array_split(array, len(places))", "split(array, [1])"),
+    "all rows on the first place": ("part[number])", "part[number], place=places[0])"),
+    "one copy of the weights": (COPIES, ONE),
     "a mean for each place": ("output.sum().backward()", "output.mean().backward()", (3,)),
-    "outputs in another order": ("concatenate(outputs),", "concatenate(outputs[::-1]),", (2,)),
+    "outputs in another order": ("concatenate(outputs),", "concatenate(outputs[::-1]),"),
     "only the last two weights": (MASTER, MASTER.replace("]", "] * (name[:7] == 'softmax')"), (3,)),
     "every worker computes all rows": (LOSS, ALL_ROWS, (3,)),
     "the loss is not scaled": (".sum() * world_size  # because", ".sum()  # because"),
     "no DataParallel": ("paddle.DataParallel(layer)", "layer", (3,)),
-    "no clear_grad": (CLEAR, "pass", (2,)),
-    "the weights are sent in each step": (CLEAR, SENT, (2,)),
-    "the gradients travel twice": (CLEAR, TWICE, (2,)),
+    "no clear_grad": (CLEAR, "pass"),
+    "the weights are sent in each step": (CLEAR, SENT),
+    "the gradients travel twice": (CLEAR, TWICE),
     "the rate times workers": ("SGD(rate, ", "SGD(rate * world_size, ", (3,)),
-    "a mean for each sentence": ("mask.sum())", "mask.sum(1, keepdims=True) / len(mask))", (2,)),
+    "a mean for each sentence": ("mask.sum())", "mask.sum(1, keepdims=True) / len(mask))"),
 }
 
 

@@ -27,7 +27,7 @@ ROWS = "values = channels_last.r"
 STEP = "optimizer.step()\n\n\n# --- The"
 
 # More ranks change nothing in these mistakes.
-ON_TWO_RANKS = {
+BREAKS = {
     "a mean of its own": (MEAN, "own_mean  #"),
     "spread within the parts only": (" + counts * (means - mean).square()", ""),
     "unbiased, not biased": (
@@ -61,8 +61,6 @@ ON_TWO_RANKS = {
     "each replica changes the master": ("(model, copies, (part,))", "(model, {}, (part,))"),
     "the loss without world size": ("(loss * dist.get_world_size())", "loss"),
     "plain: the switch reversed": ('sync_buffers=way == "DDP"', 'sync_buffers=way != "DDP"'),
-}
-BREAKS = {name: (*texts, (2,)) for name, texts in ON_TWO_RANKS.items()} | {
     "parts not weighted by rows": (MEAN, "means.mean(0)  #"),
     "no gradient across ranks": ("dist.all_reduce(sums)  #", "pass  #"),
 }

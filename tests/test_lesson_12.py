@@ -37,9 +37,8 @@ BREAKS = {
     "a forgotten micro-batch": (
         "actions = schedule(rank, world_size, micro_batches)",
         "actions = schedule(rank, world_size, micro_batches - 1)",
-        (2,),
     ),
-    "a micro-batch's loss is not divided": (" / len(targets)", "", (2,)),
+    "a micro-batch's loss is not divided": (" / len(targets)", ""),
     "the targets of one micro-batch for all": ("targets[n])", "targets[0])", (3,)),
     "stages in another order": (
         "return [layers[begin:end] for begin, end in itertools.pairwise(bounds)]",
@@ -64,7 +63,6 @@ BREAKS = {
         "            one_piece = schedule(rank, world_size, 1), *([part] for part in one)\n"
         "            train_step(rank, world_size, stage, *one_piece)\n"
         "            optimizer.step()\n",
-        (2,),
     ),
     "old weights: gradients come a step late": (
         "        optimizer.step()",
@@ -73,12 +71,8 @@ BREAKS = {
         "        optimizer.step()",
         (3,),
     ),
-    "old weights on one rank": (
-        "        optimizer.step()",
-        "        rank or optimizer.step()",
-        (2,),
-    ),
-    "gradients are not set to zero": ("        optimizer.zero_grad()\n", "", (2,)),
+    "old weights on one rank": ("        optimizer.step()", "        rank or optimizer.step()"),
+    "gradients are not set to zero": ("        optimizer.zero_grad()\n", ""),
     "the same batch in each step": (
         "pieces = rows.chunk(micro_batches), targets.chunk(micro_batches)",
         "pieces = [part.chunk(micro_batches) for part in batches[0]]",
@@ -89,7 +83,6 @@ BREAKS = {
     "the gradient ends at a border": (
         "dist.isend, inputs.pop(n).grad, rank - 1",
         "dist.isend, 0 * inputs.pop(n), rank - 1",
-        (2,),
     ),
     "stages of one layer and of all others": (
         "bounds = [len(layers) * stage // stages for stage in range(stages + 1)]",
@@ -100,7 +93,6 @@ BREAKS = {
         "        optimizer.zero_grad()\n",
         "        optimizer = torch.optim.SGD(stage.parameters(), lr=1.0, momentum=0.5)\n"
         "        optimizer.zero_grad()\n",
-        (2,),
     ),
     "an output is sent an action late": (
         "            exchange(messages)\n"
@@ -109,7 +101,6 @@ BREAKS = {
         "            late = messages if (rank, n) == (0, 1) else exchange(messages) or []\n"
         "            outputs[n] = stage(inputs[n])\n"
         "            messages = late + one_message(",
-        (2,),
     ),
     "all messages are kept": (
         "    if messages:\n",
@@ -123,7 +114,6 @@ BREAKS = {
     "all ranks wait for all": (
         "            work.wait()\n",
         "            work.wait()\n        dist.barrier()\n",
-        (2,),
     ),
 }
 
