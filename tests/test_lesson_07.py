@@ -144,6 +144,7 @@ BREAKS = {
         'parts[name] = [value / len(devices) if name == "mask" else value] * len(devices)',
     ),
     "all on one device": ("tf.device(device)", "tf.device(devices[0])"),
+    "towers without names": ('tf.name_scope(f"tower_{number}"), ', ""),
     "no colocation": (PAIRS, "compute_gradients(loss)"),
     "the whole embedding is sent": (LOOK_UP, LOOK_UP.replace("(", "(0 + ")),
     "each tower is sent the whole batch": (
