@@ -2,7 +2,7 @@
 
 New: the sum over all ranks, written with send and receive, in five ways. The proof counts on each
 rank what it sends, and how many messages must follow each other; it compares the sums with those
-of dist.all_reduce, and their bits between ranks. The notebook shows where each of the five wins.
+of dist.all_reduce, and their bits between ranks. The notebook has recorded times at three sizes.
 
 Run it: bash scripts/lesson_16.sh --nproc 4 [--algorithm ring] [--megabytes 0.001 0.1 4]
 
@@ -23,12 +23,14 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import statistics
 import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from unittest.mock import patch
+from itertools import combinations
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -36,11 +38,12 @@ import torch.distributed.nn  # before the group exists: later, gloo's threads wo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- The technique ---
-# Each function turns `tensor`, one-dimensional, into the sum over all ranks, in place.
+# Each function turns `tensor`, one-dimensional and contiguous, into the sum over all ranks of the
+# default group, in place.
 
 
 def swap(leaving, target, coming, source):
-    """Send one tensor while another arrives; return when both are through."""
+    """Send one tensor while another arrives; after it, both may be used."""
     pair = [dist.P2POp(dist.irecv, coming, source), dist.P2POp(dist.isend, leaving, target)]
     for work in dist.batch_isend_irecv(pair):
         work.wait()  # before it, `leaving` may not change, and `coming` has no meaning
@@ -123,19 +126,23 @@ def ring(tensor):
 ALGORITHMS = {f.__name__: f for f in (naive, tree, doubling, halving, ring)}
 POWER_OF_TWO = ("doubling", "halving")
 LENGTHS = (0, 1, 2, 10, 1003)  # also fewer numbers than ranks, and what n does not divide
+WAYS = ("send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv")
 
 
 def budget(name, n, numbers):
-    """Return (numbers that the busiest rank sends, its messages, rounds): the formulas."""
+    """Return the formulas: (numbers that the busiest rank sends, its messages, rounds, of all).
+
+    The last are the messages of all ranks.
+    """
     steps = (n - 1).bit_length()  # how often 1 must be doubled to reach n
     halves = [-(-numbers // 2**k) for k in range(steps)]  # rounded up
     neighbours = numbers // n + (numbers + 1) // n  # two chunks that a rank does not send
     return {
-        "naive": ((n - 1) * numbers, n - 1, 2 * (n - 1)),
-        "tree": (steps * numbers, steps, 2 * steps),
-        "doubling": (steps * numbers, steps, steps),
-        "halving": (sum(halves), 2 * steps, 2 * steps),
-        "ring": ((2 * numbers - neighbours) * (n > 1), 2 * (n - 1), 2 * (n - 1)),
+        "naive": ((n - 1) * numbers, n - 1, 2 * (n - 1), 2 * (n - 1)),
+        "tree": (steps * numbers, steps, 2 * steps, 2 * (n - 1)),
+        "doubling": (steps * numbers, steps, steps, n * steps),
+        "halving": (sum(halves), 2 * steps, 2 * steps, 2 * n * steps),
+        "ring": ((2 * numbers - neighbours) * (n > 1), 2 * (n - 1), 2 * (n - 1), 2 * n * (n - 1)),
     }[name]
 
 
@@ -150,90 +157,118 @@ class Counter(TorchDispatchMode):
         if "c10d" in function.namespace:
             name = function._schema.name.partition("::")[2].rstrip("_")
             self.calls[name] = self.calls.get(name, 0) + 1
-            self.nbytes += sum(tensor.nbytes for tensor in args[0]) * (name == "send")
+            if name == "send":
+                self.nbytes += sum(tensor.nbytes for tensor in args[0])
         return function(*args, **(kwargs or {}))
 
 
 class Work:
-    """A message of swap() that is under way. Only who waits for it gets what has arrived."""
+    """A message that is under way. Only who waits for it gets what has arrived."""
 
-    def __init__(self, watch, tensor, arrives):
-        self.watch, self.tensor, self.arrives = watch, tensor, arrives
-        self.before, self.waited, self.work = tensor.clone(), False, None
+    def __init__(self, watch, op, copy, real):
+        self.watch, self.tensor, self.copy, self.real = watch, op.tensor, copy, real
+        self.sends, self.waited = op.op.__name__ == "isend", False
 
-    def wait(self):
-        self.work.wait()
-        self.waited = True
-        if self.arrives is not None:
-            self.tensor.copy_(self.arrives)
-        elif not same(self.tensor, self.before):
+    def wait(self, *timeout):
+        self.real.wait(*timeout)
+        self.watch.posting, first, self.waited = False, not self.waited, True
+        if first and not self.sends:
+            self.tensor.copy_(self.copy)
+        elif first and not same(self.tensor, self.copy):
             self.watch.wrong.append("a buffer is changed while it is being sent")
         return True
+
+    def is_completed(self):
+        return self.real.is_completed()
 
 
 class Watch:
     """Sees each send and receive of this rank from outside.
 
-    rounds: what the rank does at a time, [(sends?, other rank, bytes)], in order. What nobody has
-    waited for is not in its buffer, so that such a mistake is seen each time.
+    rounds: what the rank starts before it waits, [(sends?, other rank, bytes)], in order. What
+    nobody has waited for is not in its buffer, so that such a mistake is seen each time.
     """
 
     def __init__(self):
-        self.rounds, self.wrong, self.works = [], [], []
-        self.library = {name: getattr(dist, name) for name in ("send", "recv", "batch_isend_irecv")}
+        self.rounds, self.wrong, self.works, self.posting = [], [], [], False
+        self.library = {name: getattr(dist, name) for name in WAYS}
 
-    def send(self, tensor, dst):
-        self.rounds.append([(True, dst, tensor.nbytes)])
-        self.library["send"](tensor, dst)
+    def P2POp(self, op, *args, **options):
+        known = {self.isend: self.library["isend"], self.irecv: self.library["irecv"]}
+        options = {re.sub("dst|src", "peer", name): value for name, value in options.items()}
+        return self.library["P2POp"](known.get(op, op), *args, **options)
 
-    def recv(self, tensor, src):
-        self.rounds.append([(False, src, tensor.nbytes)])
-        return self.library["recv"](tensor, src)
+    def isend(self, *args, **options):
+        return self.batch_isend_irecv([self.P2POp(self.isend, *args, **options)])[0]
+
+    def irecv(self, *args, **options):
+        return self.batch_isend_irecv([self.P2POp(self.irecv, *args, **options)])[0]
+
+    def send(self, *args, **options):
+        self.isend(*args, **options).wait()
+
+    def recv(self, *args, **options):
+        self.irecv(*args, **options).wait()
+        return self.rounds[-1][-1][1]
 
     def batch_isend_irecv(self, ops):
-        sends = [op.op.__name__ == "isend" for op in ops]
-        if sends != sorted(sends):  # over a slow link it takes up to twice the time: see the page
-            self.wrong.append("a send is posted before its receive")
-        self.rounds.append(
-            [(s, op.peer, op.tensor.nbytes) for s, op in zip(sends, ops, strict=True)]
-        )
-        copies, mine = [], []
-        for op, send in zip(ops, sends, strict=True):
-            copy = op.tensor.clone() if send else torch.empty_like(op.tensor)
-            copies.append(dist.P2POp(op.op, copy, op.peer))
-            mine.append(Work(self, op.tensor, None if send else copy))
-        for work, real in zip(mine, self.library["batch_isend_irecv"](copies), strict=True):
-            work.work = real
-        self.works += mine  # they live until the end: gloo would write into freed memory
-        return mine
+        if not self.posting:
+            self.rounds.append([])
+        self.posting, copies = True, []
+        for op in ops:
+            self.rounds[-1].append((op.op.__name__ == "isend", op.peer, op.tensor.nbytes))
+            copy = op.tensor.clone() if op.tensor.is_contiguous() else op.tensor  # gloo refuses it
+            copies.append(self.library["P2POp"](op.op, copy, op.peer, op.group, op.tag))
+        real = self.library["batch_isend_irecv"](copies)
+        new = [Work(self, op, c.tensor, r) for op, c, r in zip(ops, copies, real, strict=True)]
+        self.works += new  # they live until the end: gloo would write into freed memory
+        under_way = [work for work in self.works if not work.waited]
+        for one, other in combinations(under_way, 2):
+            if not (one.sends and other.sends) and overlap(one.tensor, other.tensor):
+                self.wrong.append("a message arrives in memory that another one still uses")
+        return new
 
     @contextmanager
     def __call__(self):
         """Watch what happens in a with-block, and whether it goes past us."""
-        watched = {name: getattr(self, name) for name in self.library}
+        watched = {name: getattr(self, name) for name in WAYS}
         with patch.multiple(dist, **watched), Counter() as counter:
             yield counter
         sent = [sends for ops in self.rounds for sends, *_ in ops]
         seen = {"send": sum(sent), "recv": len(sent) - sum(sent)}
-        if counter.calls != {name: count for name, count in seen.items() if count}:
-            self.wrong.append(f"beside send and receive it calls {sorted(counter.calls)}")
+        others = sorted(counter.calls.keys() - seen)
+        if others:
+            self.wrong.append(f"beside send and receive it calls {others}")
+        elif counter.calls != {name: count for name, count in seen.items() if count}:
+            self.wrong.append(
+                "a send or receive is not seen: call it as dist.send, dist.irecv and so on"
+            )
+        for ops in self.rounds:  # over a slow link it takes up to twice the time: see the page
+            if [sends for sends, *_ in ops] != sorted(sends for sends, *_ in ops):
+                self.wrong.append("a send is posted before its receive")
         forgotten = [work for work in self.works if not work.waited]
         if forgotten:
             self.wrong.append(f"nobody waits for {len(forgotten)} messages")
         for work in forgotten:
-            work.work.wait()
+            work.real.wait()
 
 
 def same(one, other):
     """Return whether two tensors have the same bits; -0.0 is not 0.0, and nan is nan."""
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(each.flatten().clone().view(torch.uint8) for each in (one, other)))
 
 
-def play(everyone, per_message=1, per_byte=0):
-    """Play what Watch has seen, everyone[rank], again, on a clock on which messages take a time.
+def overlap(one, other):
+    """Return whether two tensors share memory."""
+    begin = max(one.data_ptr(), other.data_ptr())
+    return begin < min(one.data_ptr() + one.nbytes, other.data_ptr() + other.nbytes)
 
-    A message keeps both its ends busy. Returns [(when it ends, source, target, bytes)]; by default
-    a message takes 1, so this is its round. None, if some messages never meet.
+
+def play(everyone):
+    """Play what Watch has seen, everyone[rank], again, on a clock on which a message takes 1.
+
+    What a rank starts together, as the two directions of a swap, travels at once. Returns
+    [(when it ends: its round, source, target, bytes)]; None, if some messages never meet.
     """
     now, left = [0] * len(everyone), [[list(ops) for ops in rounds] for rounds in everyone]
     ends, found = list(now), []
@@ -244,7 +279,7 @@ def play(everyone, per_message=1, per_byte=0):
                 _, other, nbytes = op
                 if left[other] and (False, rank, nbytes) in left[other][0]:
                     rounds[0].remove(op), left[other][0].remove((False, rank, nbytes))
-                    end = max(now[rank], now[other]) + per_message + per_byte * nbytes
+                    end = max(now[rank], now[other]) + 1
                     ends[rank], ends[other] = max(ends[rank], end), max(ends[other], end)
                     found.append((end, rank, other, nbytes))
         for rank, rounds in enumerate(left):
@@ -254,12 +289,6 @@ def play(everyone, per_message=1, per_byte=0):
         if [len(rounds) for rounds in left] == before:
             return None
     return sorted(found)
-
-
-def rounds_of(everyone):
-    """Return how many messages must follow each other; None if some never meet."""
-    messages = play(everyone)
-    return None if messages is None else max((end for end, *_ in messages), default=0)
 
 
 def from_all_ranks(value):
@@ -275,80 +304,105 @@ def make_tensor(numbers, kind, seed, device):
     return torch.randn(numbers, generator=generator, dtype=kind).to(device)
 
 
-def examine(name, tensor):
-    """Let an algorithm add up a copy of `tensor`; return what is seen on this rank."""
-    mine, library, sizes = tensor.clone(), tensor.clone(), tensor.abs()
+def examine(names, tensor):
+    """Let each algorithm add up a copy of `tensor`; return {name: what is seen on this rank}."""
+    library, sizes, found = tensor.clone(), tensor.abs(), {}
     dist.all_reduce(library)
     dist.all_reduce(sizes)
-    watch = Watch()
-    with watch():
-        ALGORITHMS[name](mine)
-    off = (mine - library).abs()
     rounding = dist.get_world_size() * torch.finfo(tensor.dtype).eps * sizes
-    return {
-        "rounds": watch.rounds,
-        "wrong": watch.wrong,
-        "off": max(off.tolist(), default=0.0),
-        "close": bool((off <= rounding).all()),  # of nan it is not
-        "bits": hashlib.sha256(mine.cpu().view(torch.uint8).numpy()).hexdigest(),
-    }
+    for name in names:
+        mine, watch = tensor.clone(), Watch()
+        with watch():
+            ALGORITHMS[name](mine)
+        off = (mine - library).abs()
+        found[name] = {
+            "rounds": watch.rounds,
+            "wrong": watch.wrong,
+            "off": off.amax().item() if len(off) else 0.0,
+            "close": bool((off <= rounding).all()),  # of nan it is not
+            "bits": hashlib.sha256(mine.cpu().view(torch.uint8).numpy()).hexdigest(),
+        }
+    return found
 
 
-def judge(name, everyone, numbers, item):
-    """Return (what the busiest rank sends, its messages, rounds), and all that is wrong."""
+def find_faults(name, everyone, numbers, item):
+    """Return what is counted, in the order of budget() and in bytes, and all that is wrong."""
+    n, messages = len(everyone), play([seen["rounds"] for seen in everyone])
     sent = [[op for ops in seen["rounds"] for op in ops if op[0]] for seen in everyone]
+    rounds = None if messages is None else max((end for end, *_ in messages), default=0)
     nbytes = max(sum(size for *_, size in ops) for ops in sent)
-    measured = nbytes, max(map(len, sent)), rounds_of([seen["rounds"] for seen in everyone])
-    sends, *others = budget(name, len(everyone), numbers)
+    counted = nbytes, max(map(len, sent)), rounds, sum(map(len, sent))
+    sends, *others = budget(name, n, numbers)
     wanted = (sends * item, *others)
-    words = "{:,} bytes in {} messages, {} rounds"
-    told = f"the busiest rank sends {words.format(*measured)}, and not {words.format(*wanted)}"
+    words = "{:,} bytes in {} messages, in {} rounds, of {} messages in all"
+    told = f"the busiest rank sends {words.format(*counted)}, and not {words.format(*wanted)}"
+    to_right = all(op[1] == (rank + 1) % n for rank, ops in enumerate(sent) for op in ops)
     rules = {
-        told: measured == wanted,
+        told: rounds is None or counted == wanted,
+        "a receive is not as long as its message": rounds is not None,
+        "a message goes to another rank than the right neighbour": name != "ring" or to_right,
         "the sum is not the library's": all(seen["close"] for seen in everyone),
         "the ranks differ in their bits": len({seen["bits"] for seen in everyone}) == 1,
     }
     wrong = [sentence for sentence, holds in rules.items() if not holds]
     wrong += dict.fromkeys(sentence for seen in everyone for sentence in seen["wrong"])
-    return measured, [f"{name}, {numbers:,} numbers: {sentence}" for sentence in wrong]
+    return counted, [f"{name}, {numbers:,} numbers: {sentence}" for sentence in wrong]
 
 
 def measure(names, sizes, seed, device):
     """Examine each algorithm at each length; return its facts at `sizes`, and what is wrong."""
-    facts, wrong, off = {name: [] for name in names}, [], [0.0]
     lengths = [(numbers, torch.float32) for numbers in (*sizes, *LENGTHS)]
-    for numbers, kind in [*lengths, (10, torch.float64)]:
-        tensor = make_tensor(numbers, kind, seed, device)
+    lengths.append((10, torch.float64))
+    mine = [examine(names, make_tensor(*length, seed, device)) for length in lengths]
+    facts, wrong, off = {name: [] for name in names}, [], [0.0]
+    for (numbers, kind), ranks in zip(
+        lengths, zip(*from_all_ranks(mine), strict=True), strict=True
+    ):
         for name in names:
-            everyone = from_all_ranks(examine(name, tensor))
-            measured, problems = judge(name, everyone, numbers, tensor.itemsize)
-            facts[name].append(measured)
+            everyone = [found[name] for found in ranks]
+            counted, problems = find_faults(name, everyone, numbers, kind.itemsize)
+            facts[name].append(counted)
             wrong += problems
             off += [seen["off"] for seen in everyone]
-    facts = {name: measured[: len(sizes)] for name, measured in facts.items()}
+    facts = {name: counted[: len(sizes)] for name, counted in facts.items()}
     return facts, wrong, torch.tensor(off, dtype=torch.float64).max().item()  # nan, if one is
 
 
+def refuses(name):
+    """Return whether an algorithm raises a ValueError before it sends anything."""
+    forbidden = Mock(side_effect=RuntimeError("it has begun to send"))
+    with patch.multiple(dist, **dict.fromkeys(WAYS, forbidden)):
+        try:
+            ALGORITHMS[name](torch.ones(1))
+        except (ValueError, RuntimeError) as error:
+            return isinstance(error, ValueError)
+    return False
+
+
 def time_it(names, sizes, rounds, batch_size, device):
-    """Return {name: [median milliseconds at each size]}, also of the library; they take turns."""
+    """Return {name: [median milliseconds at each size]}, also of the library, and wrong sums."""
     works = {name: ALGORITHMS[name] for name in names} | {"library": dist.all_reduce}
-    mine = []
-    for tensor in [torch.zeros(numbers, device=device) for numbers in sizes]:
+    tensors, mine, wrong = [torch.empty(numbers, device=device) for numbers in sizes], [], []
+    one = dist.get_world_size() - 1 if dist.get_rank() == 0 else -1  # of all ranks the sum is 0
+    for tensor in tensors:
         for turn in range(rounds + 1):  # the first one warms up
-            for work in works.values():
+            for name, work in works.items():  # they take turns
+                tensor.fill_(one)
                 dist.barrier()
                 begin = time.perf_counter()
                 for _ in range(batch_size):
                     work(tensor)
-                tensor.sum().item()  # on a GPU this waits for the end
+                right = tensor.norm().item() == 0  # on a GPU this waits for the end
                 mine += [(time.perf_counter() - begin) * 1e3 / batch_size] * (turn > 0)
-    slowest = iter([max(times) for times in zip(*from_all_ranks(mine), strict=True)])
+                wrong += [f"{name}, {len(tensor):,} numbers: a timed sum is wrong"] * (not right)
+    times, wrong = zip(*from_all_ranks((mine, wrong)), strict=True)
+    slowest = iter([max(turn) for turn in zip(*times, strict=True)])
     found = {name: [] for name in works}
     for _ in sizes:
         turns = [[next(slowest) for _ in works] for _ in range(rounds)]
         for name, times in zip(works, zip(*turns, strict=True), strict=True):
             found[name].append(statistics.median(times))
-    return found
+    return found, list(dict.fromkeys(fault for own in wrong for fault in own))
 
 
 def report(numbers, left_out):
@@ -373,7 +427,10 @@ def main(args):
     names, left_out = chosen(args.algorithm, world_size)
     sizes = [round(megabytes * 1e6 / 4) for megabytes in args.megabytes]
     facts, wrong, off = measure(names, sizes, args.seed, device)
-    times = {} if wrong else time_it(names, sizes, args.steps, args.batch_size, device)
+    wrong += [f"{name} sends, with {world_size} ranks" for name in left_out if not refuses(name)]
+    times = {}
+    if not wrong:
+        times, wrong = time_it(names, sizes, args.steps, args.batch_size, device)
     numbers = {"lesson": 16, "world_size": world_size, "backend": dist.get_backend()}
     numbers |= {"device": device.type, "megabytes": args.megabytes, "algorithms": names}
     for place, key in enumerate(("bytes_busiest", "messages_busiest", "rounds")):

@@ -309,24 +309,78 @@ def test_a_slider_changes_the_sentence(browser):
 
 
 def test_the_page_on_memory(browser):
-    settings = "parameters=7500&precision=float32&ranks=4&device=105&activations=30&micro=8&cut=50"
-    show(browser, f"docs/memory.html#{settings}")
-    held = browser.execute_script("""return ["data", "zero1", "zero2", "zero3", "tensor", "gpipe",
-        "1f1b"].map((strategy) => Object.values(rankMemory({ strategy, parameters: 7.5e9, cut: 0.5,
-        precision: "float32", optimizer: "Adam", ranks: 4, activations: 30e9, micro_batches: 8 })))
+    settings = "parameters=7500&precision=float32&ranks=4&device=105&activations=30&micro=8"
+    show(browser, f"docs/memory.html#{settings}&tensor=2&stages=2&zero=2&between=tokens")
+    held = browser.execute_script("""const mixture = { data: 1, tensor: 2, stages: 2, zero: 2 };
+        const ways = ["data", "zero1", "zero2", "zero3", "tensor", "gpipe", "1f1b"];
+        const state = { parameters: 7.5e9, precision: "float32", optimizer: "Adam", given: 30e9,
+            tokens: 2048, width: 4096, heads: 32, layers: 40, again: "attention",
+            between: "tokens", micro_batches: 8, schedule: "1f1b" };
+        return [...ways.map((way) => layout(way, 4)), mixture].map(
+            (used) => Object.values(rankMemory({ ...state, ...used })))
     """)
     assert texts(browser, "details td") == [f"{part / 1e9:.3g} GB" for row in held for part in row]
+    names = ["data parallel", *(f"ZeRO {n}" for n in (1, 2)), "ZeRO 3 (fully sharded)", "tensor"]
+    names += ["GPipe pipeline", "1F1B pipeline", "mixture 1 \u00d7 2 \u00d7 2"]
+    assert texts(browser, "tbody th") == names
     totals = [row[-1] / 1e9 for row in held]
     assert 105 in totals, "a bar that ends at the limit fits"
     said = [f"{total:.3g} GB, {'fits' if total <= 105 else 'too big'}" for total in totals]
     assert [text for text in texts(browser, "svg text") if text.endswith(("fits", "big"))] == said
     fits = [total for total in totals if total <= 105]
-    assert texts(browser, "figcaption") == [f"{len(fits)} of 7 ways fit into 105 GB"]
+    assert texts(browser, "figcaption") == [f"{len(fits)} of 8 ways fit into 105 GB"]
     (sentence,) = texts(browser, ".interactive-sentence")
-    said = re.findall(r"\(([\d.]+) GB\)", sentence.split("4 + 4 + 8 = 16 bytes, 120 GB in all.")[1])
+    _, sentence = sentence.split("4 + 4 + 8 = 16 bytes, 120 GB in all. ")
+    assert sentence.startswith("A micro-batch leaves 30 GB of activations. What fits on 4 ranks")
+    said = re.findall(r"\(([\d.]+) GB\)", sentence)
     assert said == [f"{total:.3g}" for total in sorted(totals, key=lambda total: total > 105)]
     press(browser, "#interactive-device", HOME)
     assert "On 4 ranks with 8 GB each nothing fits" in texts(browser, ".interactive-sentence")[0]
+
+
+def test_what_cannot_be_cut_so_often_is_said(browser):
+    show(browser, "docs/memory.html#ranks=48&tensor=10&stages=2&device=300")
+    (sentence,) = texts(browser, ".interactive-sentence")
+    assert (
+        "A row of 2,048 tokens leaves 11.4 GB of activations in 40 blocks of width 4,096."
+        in sentence
+    )
+    assert sentence.endswith(
+        "Not possible: tensor (32 heads for 48 parts), GPipe pipeline (40 blocks for 48 stages), "
+        "1F1B pipeline (40 blocks for 48 stages)."
+    )
+    short = [text for text in texts(browser, "svg text") if "too few" in text]
+    assert [text.split(", ")[1] for text in short] == ["too few heads", *["too few blocks"] * 2]
+    assert texts(browser, "figcaption") == ["5 of 8 ways fit into 300 GB"]
+    (steps,) = texts(browser, ".interactive-key")
+    assert "the pipelines 32, the mixture 64." in steps  # 2 replicas, 32 in each
+    assert steps.endswith(
+        "The mixture has 2 data with ZeRO 3 \u00d7 10 tensor \u00d7 2 pipeline ranks, "
+        "and leaves 8 ranks idle."
+    )
+    show(browser, "docs/memory.html#ranks=4&tensor=4&stages=2&layers=0")
+    (sentence,) = texts(browser, ".interactive-sentence")
+    assert "All this is without activations." in sentence
+    assert sentence.endswith("Not possible: mixture 1 \u00d7 4 \u00d7 2 (needs 8 ranks).")
+
+
+def folds(browser):
+    """Return which folds of the controls are open."""
+    code = "return [...document.querySelectorAll('.interactive-fold')].map((fold) => fold.open)"
+    return browser.execute_script(code)
+
+
+def test_an_address_that_sets_something_in_a_fold_opens_it(browser):
+    show(browser, "docs/memory.html")
+    assert folds(browser) == [False, False]
+    assert len(texts(browser, ".interactive-fold #interactive-heads + input")) == 1
+    presets(browser, "models", "parameters")  # also changes what is in a fold
+    assert folds(browser) == [False, False]
+    browser.execute_script("location.hash = '#zero=0'")
+    wait_for(browser, "tbody th", "mixture 4 \u00d7 2 \u00d7 1")
+    assert folds(browser) == [False, True]
+    show(browser, "docs/memory.html#width=1024&zero=3")
+    assert folds(browser) == [True, False]
 
 
 def presets(browser, name, *sliders):
@@ -350,16 +404,19 @@ def test_the_presets(browser):
     assert presets(browser, "links", "latency", "bandwidth") == links and len(links) == 7
     gradients = presets(browser, "gradients", "gradient").values()
     show(browser, "docs/memory.html")
-    models = presets(browser, "models", "parameters", "activations")
-    million = [25.557032, 340, 1500, 7500, 8053.06368, 175_000]
-    assert [parameters for parameters, _ in models.values()] == million
+    names = ("parameters", "layers", "width", "heads", "tokens", "activations")
+    models = {name: dict(zip(names, values, strict=True))
+              for name, values in presets(browser, "models", *names).items()}  # fmt: skip
+    million = [25.557032, 340, 1500, 6738.41152, 7500, 8053.06368, 175_000]
+    assert [model["parameters"] for model in models.values()] == million
     sizes = [8 * n * width * (width + 1) / 1e6 for n, width in how_fast.SHAPES.values()]
-    sizes += [4 * million[0], 4 * million[1], 4 * million[2], 2 * million[4]]
+    sizes += [4 * million[0], 4 * million[1], 4 * million[2], 2 * million[5]]
     assert [size for (size,) in gradients] == pytest.approx(sizes)
-    shapes = [(0, 0, 0), (24, 512, 1024), (48, 1024, 1600), (0, 0, 0)]
-    shapes += [(40, 2048, 4096), (96, 2048, 12288)]  # blocks, tokens, width
-    kept = [f"{34 * blocks * tokens * width / 1e9:.3g}" for blocks, tokens, width in shapes]
-    assert [f"{activations:.3g}" for _, activations in models.values()] == kept
+    shapes = [(24, 1024, 16, 512), (48, 1600, 25, 1024), (32, 4096, 32, 2048)]
+    shapes += [(40, 4096, 32, 2048), (96, 12288, 96, 2048)]
+    found = [tuple(model[name] for name in names[1:5]) for model in models.values()]
+    assert [shape for shape in found if shape[0]] == shapes
+    assert [model["activations"] for model in models.values()] == [0] * 7
 
 
 def test_an_address_sets_all_settings_and_a_link_into_the_page_none(browser):
@@ -387,11 +444,14 @@ def test_an_address_sets_all_settings_and_a_link_into_the_page_none(browser):
     assert said.replace("\xa0", " ") == numbers
 
 
+def buttons_of_stories(browser):
+    return browser.find_elements("css selector", "#player [aria-label=story] button")
+
+
 def test_the_player_plays_and_answers_the_keyboard(browser):
     show(browser, "docs/player.html")
     stories = browser.execute_script("return Object.values(RECORDED).map(stepsOf)")
-    buttons = browser.find_elements("css selector", "#player [aria-label=story] button")
-    for button, steps in zip(buttons, stories, strict=True):
+    for button, steps in zip(buttons_of_stories(browser), stories, strict=True):
         button.click()
         last = len(steps) - 1
         for key, at in ((RIGHT, 1), (LEFT, 0), (END, last), (LEFT, last - 1), (HOME, 0)):
@@ -405,7 +465,8 @@ def test_the_player_plays_and_answers_the_keyboard(browser):
     press(browser, ":focus", " ")
     assert "Play" in texts(browser, "#player button")
     show(browser, "docs/player.html", width=390)  # the figure is wider: there the arrows scroll it
-    browser.find_elements("css selector", "#player button")[2].click()
+    (buckets,) = [button for button in buttons_of_stories(browser) if "buckets" in button.text]
+    buckets.click()
     press(browser, ":focus", RIGHT)
     assert texts(browser, ".player-position")[0].startswith("step 1 of")
 

@@ -13,11 +13,16 @@ from itertools import product
 
 import lesson_11_how_fast as how_fast
 import lesson_12_pipeline_parallel as pipeline
+import lesson_18_sharding as sharding
 import pytest
+import torch
 from conftest import ROOT
 from IPython.core.pylabtools import print_figure
 from nbtools import pictures
+from nbtools.record import Saved
 from PIL import Image
+from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(ROOT / "docs" / "build"))
 import events
@@ -54,12 +59,38 @@ def costs(*jobs):
     return node("cost_model_formulas", calls)
 
 
+def printed_by(notebook):
+    """Return what a notebook has stored that it prints; nbval compares it with a run."""
+    stored = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))
+    outputs = [out for cell in stored["cells"] for out in cell.get("outputs", [])]
+    return "".join("".join(out.get("text", "")) for out in outputs)
+
+
+BEGINNING = {"parameters": 40 * 12 * 4096**2, "precision": "mixed", "optimizer": "Adam"}
+BEGINNING |= {"layers": 40, "width": 4096, "heads": 32, "tokens": 2048, "again": "attention"}
+BEGINNING |= {"between": "whole", "given": 0, "micro_batches": 32}  # the page's, on 8 ranks
+
+
 def memories(*jobs):
-    """Return what a rank keeps, for each job: a tuple of these."""
-    names = ("strategy", "parameters", "precision", "optimizer")
-    names += ("ranks", "activations", "micro_batches", "cut")
-    calls = [("rankMemory", dict(zip(names, job, strict=True))) for job in jobs]
+    """Return what a rank keeps, for each (way, ranks, what differs from the page's beginning).
+
+    A way is the name of one, or (data, tensor, stages, stage of ZeRO) of a mixture.
+    """
+    names = [(way, ranks) for way, ranks, _ in jobs if isinstance(way, str)]
+    layouts = iter(node("memory_formulas", [("layout", *name) for name in names]))
+    calls = []
+    for way, _, changes in jobs:
+        if isinstance(way, str):
+            used = next(layouts)
+        else:
+            used = dict(zip(("data", "tensor", "stages", "zero"), way, strict=True))
+        calls.append(("rankMemory", {"schedule": "1f1b"} | BEGINNING | used | changes))
     return node("memory_formulas", calls)
+
+
+def state(held):
+    """Return what a rank keeps between two steps."""
+    return held["total"] - held["activations"]
 
 
 # --- The formulas are those of the lessons, and of their sources ---
@@ -103,10 +134,11 @@ def test_a_slow_device_and_a_part_of_the_overlap():
 def test_memory_is_that_of_zero():
     """arXiv:1910.02054, figure 1: 7.5 billion parameters on 64 devices; section 5: what is cut."""
     figure = {"data": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
-    held = memories(*((way, 7.5, "mixed", "Adam", 64, 0, 1, 0) for way in figure))
+    held = memories(*((way, 64, {"parameters": 7.5, "layers": 0}) for way in figure))
     assert [round(row["total"], 1) for row in held] == [*figure.values()]
     parts = {"data": [4, 4, 8], "zero1": [4, 4, 1], "zero2": [4, 0.5, 1], "zero3": [0.5, 0.5, 1]}
-    held = memories(*((way, 1, "float32", "Adam", 8, 3, 5, 0.7) for way in parts))
+    one = {"parameters": 1, "precision": "float32", "given": 3}
+    held = memories(*((way, 8, one) for way in parts))
     for row, three in zip(held, parts.values(), strict=True):
         assert [*row.values()] == [*three, 3, sum(three) + 3]
 
@@ -125,15 +157,18 @@ def test_bytes_for_one_parameter():
 
 @needs_node
 def test_memory_is_that_of_lessons_12_and_13():
-    """Lesson 12 says 112 GB, and the table of lesson 13 129 and 16 (40 blocks of width 4,096)."""
-    size = 40 * 12 * 4096**2 / 1e9
-    jobs = [
-        (way, size, "mixed", "Adam", 8, 0, 32, 0) for way in ("data", "zero3", "tensor", "1f1b")
-    ]
-    adam, *held = memories(("data", 7, "float32", "Adam", 1, 0, 1, 0), *jobs)
-    assert [adam["total"], *(round(row["total"]) for row in held)] == [112, 129, 16, 16, 16]
-    (tensor,) = memories(("tensor", 1, "mixed", "Adam", 8, 100, 32, 0.7))
-    assert tensor["activations"] == pytest.approx(30 + 70 / 8)  # the cut part alone is divided
+    """Lesson 12 says 112 GB; `table` is that of lesson 13, for 40 blocks of width 4,096."""
+    seven = {"parameters": 7, "precision": "float32", "layers": 0}
+    (adam,) = memories(("data", 1, seven))
+    assert adam["total"] == 112
+    table = {(8, 1, 1, 0): (129, 91), (8, 1, 1, 3): (16, 91), (4, 2, 1, 0): (64, 118)}
+    table |= {(2, 4, 1, 0): (32, 172), (1, 8, 1, 0): (16, 279)}
+    held = memories(*((way, 8, {}) for way in table))
+    told = []
+    for (data, *_), row in zip(table, held, strict=True):
+        rows_of_a_replica = 64 // data
+        told.append((state(row) / 1e9, rows_of_a_replica * row["activations"] / 1e9))
+    assert [(round(one), round(other)) for one, other in told] == [*table.values()]
 
 
 @needs_node
@@ -143,22 +178,121 @@ def test_what_a_stage_keeps_is_that_of_lesson_12():
         "1f1b": pipeline.one_forward_one_backward,
     }
     jobs = list(product(ways, (1, 3, 4), (2, 4, 8)))
-    held = memories(*((way, 1, "mixed", "Adam", n, 12, micro, 0) for way, n, micro in jobs))
+    held = memories(*((way, n, {"given": 12, "micro_batches": m}) for way, n, m in jobs))
     for (way, n, micro), row in zip(jobs, held, strict=True):
         kept = max(pipeline.alive_at_most(ways[way](rank, n, micro)) for rank in range(n))
         assert row["activations"] == pytest.approx(12 / n * kept)
+
+
+@needs_node
+def test_a_mixture_divides_by_tensor_and_stages_and_where_zero_says_so_by_data():
+    for zero, by_data in enumerate(((1, 1, 1), (1, 1, 3), (1, 3, 3), (3, 3, 3))):
+        (held,) = memories(((3, 2, 5, zero), 30, {"parameters": 30, "between": "tokens"}))
+        parts = [30 * n / 10 / data for n, data in zip((2, 2, 12), by_data, strict=True)]
+        assert [held[kind] for kind in ("parameters", "gradients", "optimizer")] == parts
+        assert held["activations"] == pytest.approx(40 * 2048 * 4096 * 34 / 2)  # 5 of 5 stages
+
+
+@needs_node
+def test_memory_is_what_four_ranks_of_lesson_18_keep():
+    """Its numbers have 8 bytes, twice those of float32; Adam counts steps, 4 bytes a module."""
+    found = re.findall(r"(?m)^stage (\d): ({.*})$", printed_by("lesson_18_sharding"))
+    assert [stage for stage, _ in found] == ["1", "2", "3"]
+    counts = sharding.modules_of(sharding.Transformer())
+    padded = sum(-(-count // 4) * 4 for count in counts)
+    for parameters, most in ((padded, 0), (sum(counts), 8 * (padded - sum(counts)))):
+        numbers = {"parameters": parameters, "precision": "float32", "layers": 0}
+        for (stage, text), held in zip(
+            found, memories(*((f"zero{stage}", 4, numbers) for stage, _ in found)), strict=True
+        ):
+            for kind, kept in json.loads(text.replace("'", '"')).items():
+                steps = 4 * len(counts) if kind == "optimizer" else 0
+                assert 0 <= kept - steps - 2 * held[kind] <= most, (stage, kind)
+
+
+@needs_node
+def test_activations_are_those_of_the_paper():
+    """arXiv:2205.05198: the table of a layer's bytes, and what selective recomputation saves."""
+    s, h, a, t = 2048, 12288, 96, 8
+    shape = {"width": h, "heads": a, "tokens": s, "precision": "mixed"}
+    matrices = 5 * a * s / h
+    table = {
+        ("nothing", "whole", 1): 34 + matrices,
+        ("nothing", "whole", t): 10 + 24 / t + matrices / t,
+        ("nothing", "tokens", t): 34 / t + matrices / t,
+        ("attention", "whole", t): 10 + 24 / t,
+        ("attention", "tokens", t): 34 / t,
+        ("all", "whole", t): 2,
+        ("all", "tokens", t): 2 / t,
+    }
+    asked = [
+        ("blockActivations", shape | {"again": again, "between": between}, parts)
+        for again, between, parts in table
+    ]
+    told = node("memory_formulas", asked)
+    assert told == pytest.approx([s * h * share for share in table.values()])
+    (wide,) = node("memory_formulas", [(*asked[3][:1], asked[3][1] | {"precision": "float32"}, t)])
+    assert wide == 2 * told[3] - 2 * s * h  # two masks between the cuts have 1 byte as before
+    assert matrices == 80 and 5 * 128 * s / 20480 == 64  # GPT-3 and MT-NLG: 70 % and 65 % of it
+
+
+def dropout(x):
+    """Drop as a GPU does, with a mask of 1 byte; on a CPU that of nn.Dropout is a tensor like x."""
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
+class Block(torch.nn.Module):
+    """The layer of the paper, with all its dropouts; `keeps`: attention keeps its matrices."""
+
+    def __init__(self, width, heads, keeps):
+        super().__init__()
+        self.heads, self.keeps = heads, keeps
+        for name in ("query", "key", "value", "out"):
+            setattr(self, name, torch.nn.Linear(width, width))
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.norm_1, self.norm_2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.norm_1(x)
+        parts = [layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                 for layer in (self.query, self.key, self.value)]  # fmt: skip
+        if self.keeps:
+            query, key, value = parts
+            mixed = dropout(torch.softmax(query @ key.transpose(-2, -1), -1)) @ value
+        else:
+            mixed = scaled_dot_product_attention(*parts)
+        x = x + dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + dropout(self.down(gelu(self.up(self.norm_2(x)))))
+
+
+@needs_node
+@pytest.mark.parametrize("precision", ("mixed", "float32"))
+@pytest.mark.parametrize("again", ("nothing", "attention", "all"))
+def test_activations_are_what_autograd_keeps(again, precision):
+    tokens, width, heads = 64, 96, 4
+    kind = torch.bfloat16 if precision == "mixed" else torch.float32
+    block = Block(width, heads, again == "nothing").to(kind)
+    x = torch.randn(1, tokens, width, dtype=kind, requires_grad=True)
+    with Saved(*block.parameters()) as saved:
+        result = checkpoint(block, x, use_reentrant=True) if again == "all" else block(x)
+    shape = {"width": width, "heads": heads, "tokens": tokens, "precision": precision}
+    shape |= {"again": again, "between": "whole"}
+    (told,) = node("memory_formulas", [("blockActivations", shape, 1)])
+    norms = 0 if again == "all" else 2 * 2 * tokens * kind.itemsize  # mean and spread, for each
+    logarithms = 4 * heads * tokens if again == "attention" else 0  # in place of the matrices
+    assert saved.most == told + norms + logarithms
+    result.sum().backward()
+    assert saved.now == 0
 
 
 # --- What the pages say ---
 
 
 def test_the_links_are_those_of_lesson_11():
-    stored = json.loads((ROOT / "notebooks" / "lesson_11_how_fast.ipynb").read_text("utf-8"))
-    outputs = [out for cell in stored["cells"] for out in cell.get("outputs", [])]
     found = re.findall(
         r"(\d) ranks, all-reduce: (\d+) us per message, ([\d.]+) s per GB; wrong.*, "
         r"([\d.]+) \(worst\) where fitted; .*, ([\d.]+) elsewhere",
-        "".join("".join(out.get("text", "")) for out in outputs),
+        printed_by("lesson_11_how_fast"),
     )
     assert [row[0] for row in found] == ["2", "4"]
     for (name, us, gb), (ranks, *price, fitted, elsewhere) in zip(LINKS, found, strict=False):
@@ -203,16 +337,46 @@ def test_the_answers_on_cost():
 
 @needs_node
 def test_the_answers_on_memory():
-    one, _, three = re.findall(r"<details>.*?</details>", MEMORY)
-    job = (8.05306368, "mixed", "Adam")
+    one, two, three, four, _ = re.findall(r"<details>.*?</details>", MEMORY)
     ways = [("zero2", 10**9), ("zero3", 16), ("gpipe", 8), ("gpipe", 16), ("1f1b", 8), ("1f1b", 16)]
-    zero2, zero3, *stages = memories(*((way, *job, n, 11.4, 32, 0.7) for way, n in ways))
-    assert f"whole, {zero2['parameters']:.1f} GB, and with 11.4 GB" in one
-    assert f"that is {zero2['total']:.1f} GB" in one
-    assert f"with 16 ranks it needs {zero3['total']:.1f} GB" in one
-    kept = [f"{row['activations']:.1f} GB" for row in stages]
+    zero2, zero3, *stages = memories(*((way, ranks, {}) for way, ranks in ways))
+    kept = [f"{row['activations'] / 1e9:.1f} GB" for row in stages]
+    assert f"whole, {zero2['parameters'] / 1e9:.1f} GB, and with {kept[-1]}" in one
+    assert f"that is {zero2['total'] / 1e9:.1f} GB" in one
+    assert f"with 16 ranks it needs {zero3['total'] / 1e9:.1f} GB" in one
     assert f"from {kept[0]} to {kept[1]}" in three
     assert kept[2] == kept[3] and f"stay at {kept[2]}" in three
+    both = memories(*(("data", 8, {"precision": name}) for name in ("float32", "mixed")))
+    wide, narrow = (f"{row['activations'] / 1e9:.1f}" for row in both)
+    assert f"from {wide} GB to {narrow} GB" in two
+    for again, digits in (("nothing", 3), ("attention", 3), ("all", 3)):
+        rows = memories(*(("data", 8, {"again": again, "tokens": n}) for n in (2048, 8192)))
+        short, long = (row["activations"] / 1e9 for row in rows)
+        assert f"from {short:.{digits}g} GB to {long:.{digits}g} GB" in four
+        if again == "nothing":
+            assert f"{long / short:.1f} times" in four
+
+
+@needs_node
+def test_the_plan_of_lesson_18():
+    """6.74 billion parameters on 4 copies of 32 shards of 8 parts, in float32."""
+    outputs = printed_by("lesson_18_sharding")
+    megabytes = re.findall(r"(?m)^(?:parameters|gradients|optimizer) +([\d.]+) MB$", outputs)
+    planned = sum(map(float, megabytes))
+    found = re.search(r"cut by 256: ([\d,]+); by 32 only: ([\d,]+)", outputs)
+    cut, uncut = (int(number.replace(",", "")) for number in found.groups())
+    alike = {"precision": "float32"}
+    jobs = [((32, 8, 1, 3), cut + uncut), ((32, 8, 1, 3), cut), ((32, 1, 1, 3), uncut)]
+    held = memories(*((way, 0, alike | {"parameters": count}) for way, count in jobs))
+    all_cut, inside, outside = (state(row) / 1e6 for row in held)
+    assert planned == pytest.approx(inside + outside, abs=0.2)  # three numbers, rounded to 0.1
+    for text in (
+        f"{all_cut:.0f} MB of parameters, gradients and optimizer",
+        f"The plan says {planned:.0f} MB, 1/{16 * (cut + uncut) / planned / 1e6:.0f} of everything",
+        f"{cut / 1e6:,.0f} million parameters on 256 ranks keep {inside:.0f} MB",
+        f"{uncut / 1e6:.0f} million with 1 part on 32 ranks {outside:.0f} MB",
+    ):
+        assert text in re.findall(r"<details>.*?</details>", MEMORY)[4], text
 
 
 # --- The player: its stories are what the notebooks store, and what they say ---

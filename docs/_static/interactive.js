@@ -249,6 +249,26 @@ const interactive = (() => {
     }
   }
 
+  // --- Folds: controls with the same `fold`, its title, lie in a box that opens ---
+
+  // Where a control belongs: into the form, or into its fold, which its first control makes.
+  function placeOf({ fold }, form, folds) {
+    if (!fold) return form;
+    if (!folds.has(fold)) {
+      const box = add(form, "details", { class: "interactive-fold" });
+      add(box, "summary", {}, fold);
+      folds.set(fold, add(box, "div", { class: "interactive-folded" }));
+    }
+    return folds.get(fold);
+  }
+
+  // An address that sets something in a fold opens it.
+  function openFolds(folds, controls, state) {
+    for (const { fold, name, value } of controls) {
+      if (fold && state[name] !== value) folds.get(fold).parentNode.open = true;
+    }
+  }
+
   // --- A page: controls, then what `build` adds; `update(state)` is called after each change ---
 
   function page(id, controls, build) {
@@ -259,11 +279,13 @@ const interactive = (() => {
     const update = build(root);
     const state = { task: "" };
     const kept = controls.filter((control) => !control.presets);
+    const folds = new Map();
     readAddress(kept, state, window.location.hash);
     const shows = controls.map((control) => {
       const adds = control.presets ? addPresets : control.options ? addSelect : addSlider;
-      return adds(form, control, state, changed);
+      return adds(placeOf(control, form, folds), control, state, changed);
     });
+    openFolds(folds, kept, state);
     function render() {
       for (const show of [...shows, showTask, update]) show(state);
     }
@@ -274,6 +296,7 @@ const interactive = (() => {
     form.addEventListener("change", () => writeAddress(kept, state));
     function start(hash) {
       readAddress(kept, state, hash);
+      openFolds(folds, kept, state);
       render();
     }
     listenToAddress(kept, state, start);

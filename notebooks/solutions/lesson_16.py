@@ -9,33 +9,14 @@ import torch.distributed as dist
 from nbtools import RankFailed, run
 
 LENGTHS = (9, 10, 2, 1, 1003)  # also what 3 does not divide, and fewer numbers than ranks
-PATIENCE = timedelta(seconds=5)  # of a rank in one send or receive
-
-
-class Watch(lesson.Watch):
-    """Watches all ways to send: send and recv, isend and irecv, batch_isend_irecv."""
-
-    def __init__(self):
-        super().__init__()
-        self.library |= {name: getattr(dist, name) for name in ("isend", "irecv", "P2POp")}
-
-    def isend(self, tensor, dst):
-        return self.batch_isend_irecv([self.library["P2POp"](self.library["isend"], tensor, dst)])[
-            0
-        ]
-
-    def irecv(self, tensor, src):
-        return self.batch_isend_irecv([self.library["P2POp"](self.library["irecv"], tensor, src)])[
-            0
-        ]
-
-    def P2POp(self, op, *args, **options):
-        known = {self.isend: self.library["isend"], self.irecv: self.library["irecv"]}
-        return self.library["P2POp"](known.get(op, op), *args, **options)
+PATIENCE = timedelta(seconds=3)  # of a rank in one send or receive
 
 
 def examine(rank, world_size, attempt, wants_part):
-    """Call the attempt at each length; return a list of what was seen, for each length."""
+    """Call the attempt at each length; return a list of what was seen, for each length.
+
+    If a message does not come to an end, return the messages that this rank has begun last.
+    """
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
     place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
@@ -44,31 +25,42 @@ def examine(rank, world_size, attempt, wants_part):
     found = []
     for numbers in LENGTHS:
         tensor = lesson.make_tensor(numbers, torch.float32, 0, torch.device("cpu"))
-        mine, right, watch = tensor.clone(), tensor.clone(), Watch()
-        with watch() as counter:
-            returned = attempt(mine)
-        dist.all_reduce(right)
+        mine, right, watch = tensor.clone(), tensor.clone(), lesson.Watch()
+        try:
+            with watch() as counter:
+                returned = attempt(mine)
+            dist.all_reduce(right)
+        except RuntimeError as error:
+            if watch.rounds and any(words in str(error) for words in ("Timed out", "onnect")):
+                return watch.rounds[-1]
+            raise
         answer = returned if wants_part else mine
-        right = right.tensor_split(world_size)[rank] if wants_part else right
-        seen = {"problem": problem_of(answer, right), "nbytes": counter.nbytes}
+        seen = {"problem": problem_of(answer, right.tensor_split(world_size), rank, wants_part)}
+        seen |= {"nbytes": counter.nbytes, "messages": counter.calls.get("send", 0)}
         seen["wrong"] = [each for each in watch.wrong if "before its receive" not in each]
-        seen["messages"] = counter.calls.get("send", 0)
+        seen["targets"] = {peer for ops in watch.rounds for sends, peer, _ in ops if sends}
         found.append(seen | {"answer": answer})
     return found
 
 
-def problem_of(answer, right):
-    """Return what is wrong with one answer, or None."""
+def problem_of(answer, parts, rank, wants_part):
+    """Return what is wrong with one answer, or None; `parts` are those of the right sum."""
+    right = parts[rank] if wants_part else torch.cat(parts)
     if not isinstance(answer, torch.Tensor):
         return f"it returns {type(answer).__name__}, not a tensor"
-    if answer.shape != right.shape:
-        return f"there are {answer.numel()} numbers, not {right.numel()}"
     if answer.dtype != right.dtype:
         return f"the numbers are {answer.dtype}, not {right.dtype}"
-    return None if torch.allclose(answer, right, atol=1e-5) else "the sum is not right"
+    if answer.shape == right.shape and torch.allclose(answer, right, atol=1e-5):
+        return None
+    for number, part in enumerate(parts) if wants_part else ():
+        if answer.shape == part.shape and torch.allclose(answer, part, atol=1e-5):
+            return f"part number {number} of the sum comes back, and {rank} is wanted"
+    if answer.shape != right.shape:
+        return f"there are {answer.numel()} numbers, not {right.numel()}"
+    return "the sum is not right"
 
 
-def run_and_judge(attempt, nproc, most, wants_part=False):
+def run_and_judge(attempt, nproc, most, wants_part=False, to_right=False):
     """Return what is wrong with an attempt on `nproc` ranks, or None.
 
     most(n, numbers): the numbers that a rank may send, and its messages, or None for any number.
@@ -79,6 +71,8 @@ def run_and_judge(attempt, nproc, most, wants_part=False):
         if any(words in str(error) for words in ("Timed out", "no answer", "onnect")):
             return "it does not come to an end: who waits for whom?"
         return str(error)
+    if any(isinstance(begun, tuple) for seen in everyone for begun in seen):
+        return f"it does not come to an end: {'; '.join(map(waiting, range(nproc), everyone))}"
     for numbers, seen in zip(LENGTHS, zip(*everyone, strict=True), strict=True):
         for rank, own in enumerate(seen):
             where = f"of {numbers} numbers, on rank {rank},"
@@ -89,17 +83,32 @@ def run_and_judge(attempt, nproc, most, wants_part=False):
                 return f"{where} {own['nbytes']} bytes are sent, and {4 * sent} are enough"
             if messages is not None and own["messages"] > messages:
                 return f"{where} {own['messages']} messages are sent, and {messages} are enough"
+            if to_right and own["targets"] != {(rank + 1) % nproc}:
+                return f"{where} messages go to {sorted(own['targets'])}, not to the right only"
         if not wants_part and not all(lesson.same(o["answer"], seen[0]["answer"]) for o in seen):
             return f"of {numbers} numbers, the ranks' sums differ in their last bits"
     return None
 
 
-def on_two_and_three(attempt, most, wants_part=False):
-    """Return None if an attempt is right on 2 and 3 ranks, else one sentence."""
-    for nproc in (2, 3):
-        if problem := run_and_judge(attempt, nproc, most, wants_part):
+def waiting(rank, begun):
+    """Return whom a rank was waiting for; `begun` is what examine() has returned there."""
+    if not begun or isinstance(begun[0], dict):
+        return f"rank {rank} is through"
+    words = [f"{'sends to' if sends else 'receives from'} {peer}" for sends, peer, _ in begun]
+    return f"rank {rank} {' and '.join(words)}"
+
+
+def on_two_to_four(attempt, most, **wanted):
+    """Return None if an attempt is right on 2, 3 and 4 ranks, else one sentence."""
+    for nproc in (2, 3, 4):
+        if problem := run_and_judge(attempt, nproc, most, **wanted):
             return f"with {nproc} ranks: {problem}"
     return None
+
+
+def chunks(times):
+    """Return a budget for run_and_judge: `times` (n - 1) messages, of n-ths that are rounded up."""
+    return lambda n, numbers: (times * (n - 1) * -(-numbers // n), times * (n - 1))
 
 
 # --- Task 1: repair ---
@@ -120,8 +129,8 @@ def everybody(tensor):
 
 
 def check_everybody(attempt):
-    """Return None if the attempt ends on 2 and 3 ranks, right, in (n - 1) N numbers."""
-    return on_two_and_three(attempt, lambda n, numbers: ((n - 1) * numbers, None))
+    """Return None if the attempt ends on 2, 3 and 4 ranks, right, in (n - 1) N numbers."""
+    return on_two_to_four(attempt, lambda n, numbers: ((n - 1) * numbers, None))
 
 
 # --- Task 2: build ---
@@ -143,10 +152,8 @@ def my_ring(tensor):
 
 
 def check_my_ring(attempt):
-    """Return None if the attempt is right on 2 and 3 ranks, within 2 (n - 1) chunks."""
-    return on_two_and_three(
-        attempt, lambda n, numbers: (2 * (n - 1) * -(-numbers // n), 2 * (n - 1))
-    )
+    """Return None if the attempt is right on 2, 3 and 4 ranks, within 2 (n - 1) chunks."""
+    return on_two_to_four(attempt, chunks(2), to_right=True)
 
 
 # --- Task 3: build ---
@@ -165,28 +172,33 @@ def my_reduce_scatter(tensor):
 
 
 def check_my_reduce_scatter(attempt):
-    """Return None if the attempt is right on 2 and 3 ranks, within n - 1 chunks."""
-    return on_two_and_three(
-        attempt, lambda n, numbers: ((n - 1) * -(-numbers // n), n - 1), wants_part=True
-    )
+    """Return None if the attempt is right on 2, 3 and 4 ranks, within n - 1 chunks."""
+    return on_two_to_four(attempt, chunks(1), wants_part=True)
 
 
 # --- Task 4: predict ---
 
-best_milliseconds = 6 * (1 + 1e3 * 8 / 200e6 * 1e3)
+A, B, N, STEPS = 1e-3, 8 / 200e6, 64, 6  # seconds of a round and of a byte; ranks, doublings to 64
+
+# Doubling: 6 rounds, 6 S bytes in a row. Halving, its first rival: 12 rounds, 2 * 63/64 S bytes.
+last_bytes = STEPS * A / ((STEPS - 2 * (N - 1) / N) * B)
+FACTORS = {  # of the answer
+    1e-3: "in bytes, please",
+    1e-6: "in bytes, please",
+    1 / 8: "a byte has eight bits",
+    8: "a byte has eight bits",
+    (2 * (N - 1) - STEPS) / STEPS: "there the ring passes doubling; another one has done so before",
+}
 
 
-def check_best_milliseconds(guess):
+def check_last_bytes(guess):
     """Return None if `guess` is right to 2 %, else a hint."""
-    if abs(guess - best_milliseconds) < 0.02 * best_milliseconds:
+    if abs(guess - last_bytes) < 0.02 * last_bytes:
         return None
-    rounds = {126: "naive, and the ring, make", 12: "the tree, and halving, make"}
-    for count, who in rounds.items():
-        if abs(guess - count) < 0.06 * count:
-            return f"so many rounds {who}: which of the five has no way back?"
-    if abs(guess - 6) < 0.01:
-        return "nearly: a kilobyte takes a moment on the cable, too, in each round"
-    return "count rounds: how often must 1 be doubled to reach 64?"
+    for factor, words in FACTORS.items():
+        if abs(guess - factor * last_bytes) < 0.03 * factor * last_bytes:
+            return words
+    return "at this size doubling and its first rival need the same time: write both as formulas"
 
 
 # What test_contract.py asks: (check, solution) of each task.
@@ -194,7 +206,7 @@ TASKS = {
     "everybody": (check_everybody, everybody),
     "my_ring": (check_my_ring, my_ring),
     "my_reduce_scatter": (check_my_reduce_scatter, my_reduce_scatter),
-    "best_milliseconds": (check_best_milliseconds, best_milliseconds),
+    "last_bytes": (check_last_bytes, last_bytes),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -209,11 +221,11 @@ HINTS = {
         "adding stops."
     ),
     "my_reduce_scatter": (
-        "Which numbers of my tensor does another rank need for its part? It may get them from me, "
-        "or already added up by those on the way."
+        "Half a ring ends with the chunk that was added to last. Count back from there: if rank r "
+        "is to end with part r, which part arrives in the last round, and with which does r begin?"
     ),
-    "best_milliseconds": (
-        "A small message costs its round, hardly its bytes. So look for the smallest number of "
-        "rounds in the table, as a formula in n, and put 64 into it."
+    "last_bytes": (
+        "All others have more rounds, so a rival must have fewer bytes in a row. Of those with few "
+        "bytes, which has the fewest rounds? Let its time be equal to that of doubling."
     ),
 }

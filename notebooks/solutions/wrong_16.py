@@ -27,6 +27,42 @@ def as_given(tensor):
     tensor.copy_(sum(parts))
 
 
+def odd_and_even(tensor):
+    """On 4 ranks 0 and 2 both send first."""
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    for step in range(1, n):
+        target, source = (rank + step) % n, (rank - step) % n
+        if rank % 2 == 0:
+            dist.send(tensor, target)
+            dist.recv(parts[source], source)
+        else:
+            dist.recv(parts[source], source)
+            dist.send(tensor, target)
+    tensor.copy_(sum(parts))
+
+
+def one_partner(tensor):
+    """The partner of my partner is another one."""
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    for step in range(1, n):
+        other = (rank + step) % n
+        lesson.swap(tensor, other, parts[other], other)
+    tensor.copy_(sum(parts))
+
+
+def one_buffer(tensor):
+    """What arrives is written over what is still being sent."""
+    rank, n = place()
+    parts = [tensor.clone() for _ in range(n)]
+    for step in range(1, n):
+        source = (rank - step) % n
+        parts[source] = tensor.clone()
+        lesson.swap(parts[source], (rank + step) % n, parts[source], source)
+    tensor.copy_(sum(parts))
+
+
 def adds_as_it_comes(tensor):
     rank, n = place()
     total = tensor.clone()
@@ -61,9 +97,10 @@ def with_isend(tensor):
     """A right attempt: all messages are under way at once."""
     rank, n = place()
     parts = [tensor.clone() for _ in range(n)]
+    group = dist.group.WORLD
     others = [other for other in range(n) if other != rank]
-    works = [dist.irecv(parts[other], other) for other in others]
-    works += [dist.isend(tensor, other) for other in others]
+    works = [dist.irecv(parts[other], group=group, group_src=other, tag=7) for other in others]
+    works += [dist.isend(tensor, group_dst=other, tag=7) for other in others]
     for work in works:
         work.wait()
     tensor.copy_(sum(parts))
@@ -81,7 +118,8 @@ def waits_too_late(tensor):
 
 
 def by_the_library(tensor):
-    dist.all_reduce(tensor)
+    dist.all_gather(parts := [torch.empty_like(tensor) for _ in range(place()[1])], tensor)
+    tensor.copy_(sum(parts))
 
 
 # --- Task 2 ---
@@ -137,10 +175,20 @@ def padded_to_twelve(tensor):
     tensor.copy_(whole[: len(tensor)])
 
 
-def both_send_first(tensor):
+def each_to_each(tensor):
     rank, n = place()
-    dist.send(tensor, (rank + 1) % n)
-    dist.recv(tensor, (rank - 1) % n)
+    chunks = tensor.tensor_split(n)
+    chunks[rank].copy_(my_reduce_scatter(tensor))
+    for step in range(1, n):
+        target, source = (rank + step) % n, (rank - step) % n
+        lesson.swap(chunks[rank], target, chunks[source], source)
+
+
+def strided(tensor):
+    rank, n = place()
+    columns = torch.stack([tensor, tensor], 1)
+    arrived = torch.empty_like(tensor)
+    lesson.swap(columns[:, 0], (rank + 1) % n, arrived, (rank - 1) % n)
 
 
 # --- Task 3 ---
@@ -169,16 +217,6 @@ def the_neighbours_part(tensor):
     return tensor.tensor_split(n)[(rank + 1) % n]
 
 
-def swaps_whole_tensors(tensor):
-    rank, n = place()
-    total = tensor.clone()
-    for step in range(1, n):
-        arrived = torch.empty_like(tensor)
-        lesson.swap(tensor, (rank + step) % n, arrived, (rank - step) % n)
-        total += arrived
-    return total.tensor_split(n)[rank]
-
-
 def returns_nothing(tensor):
     my_reduce_scatter(tensor)
 
@@ -189,13 +227,20 @@ def fails(tensor):
 
 RIGHT = {
     "everybody": [adds_in_order, with_isend],
-    "my_ring": [padded, lesson.ring],
+    "my_ring": [padded],
     "my_reduce_scatter": [half_a_ring],
 }
 
 WRONG = {
     "everybody": {
-        "as given": (as_given, "with 3 ranks: it does not come to an end"),
+        "as given": (
+            as_given,
+            "with 3 ranks: it does not come to an end: "
+            "rank 0 sends to 1; rank 1 sends to 2; rank 2 receives from 0",
+        ),
+        "odd and even": (odd_and_even, "with 4 ranks: it does not come to an end: rank 0 sends to"),
+        "one partner": (one_partner, "rank 1 receives from 2 and sends to 2; rank 2"),
+        "one buffer": (one_buffer, "arrives in memory that another one still uses"),
         "as it comes": (adds_as_it_comes, "with 3 ranks: of 9 numbers, the ranks' sums differ"),
         "twice": (twice, "bytes are sent, and 36 are enough"),
         "too late": (waits_too_late, "of 9 numbers, on rank 0,"),
@@ -203,26 +248,23 @@ WRONG = {
     },
     "my_ring": {
         "whole tensors": (whole_tensors, "with 3 ranks: of 9 numbers, on rank 0, 72 bytes are"),
-        "naive": (lesson.naive, "with 3 ranks: of 9 numbers, on rank 0, 72 bytes are sent"),
         "whole chunks": (only_whole_chunks, "the sum is not right"),
-        "first half": (first_half, "the sum is not right"),
         "chunk": (with_chunk, "IndexError"),
         "too much padding": (padded_to_twelve, "bytes are sent, and"),
-        "send first": (both_send_first, "it does not come to an end"),
-        "the library": (by_the_library, "beside send and receive it calls"),
+        "each to each": (each_to_each, "messages go to [1, 2], not to the right only"),
+        "strided": (strided, "ontiguous"),
         "fails": (fails, "ValueError: my own mistake"),
     },
     "my_reduce_scatter": {
         "all-reduce": (all_reduce_and_cut, "bytes are sent, and"),
-        "the neighbour's": (the_neighbours_part, "on rank 0,"),
-        "whole tensors": (swaps_whole_tensors, "bytes are sent, and"),
+        "the neighbour's": (the_neighbours_part, "part number 1 of the sum comes back, and 0 is"),
         "nothing": (returns_nothing, "it returns NoneType, not a tensor"),
-        "fails": (fails, "ValueError: my own mistake"),
     },
-    "best_milliseconds": {
-        "the ring": (126, "so many rounds naive, and the ring, make"),
-        "the tree": (12.24, "so many rounds the tree, and halving, make"),
-        "no bytes": (6, "a kilobyte takes a moment"),
-        "one": (1, "count rounds"),
+    "last_bytes": {
+        "the ring": (744_000, "another one has done so before"),
+        "kilobytes": (37.2, "in bytes"),
+        "megabytes": (0.0372, "in bytes"),
+        "bits": (297_700, "eight bits"),
+        "one": (1000, "write both as formulas"),
     },
 }
