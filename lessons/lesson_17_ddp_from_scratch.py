@@ -53,6 +53,7 @@ class OwnDDP(nn.Module):
         take_from_rank_0([*module.parameters(), *module.buffers()])
         trained = [p for p in module.parameters() if p.requires_grad]
         self.buckets = into_buckets(trained[::-1], bucket_mb * 2**20)  # the last layer is first
+        self.names = {p: name for name, p in module.named_parameters()}
         self.bucket_of = {p: n for n, bucket in enumerate(self.buckets) for p in bucket}
         self.flats, self.views = [], {}
         for bucket in self.buckets:
@@ -106,11 +107,10 @@ class OwnDDP(nn.Module):
         self.works.append(dist.all_reduce(self.flats[number], async_op=True))
 
     def finish(self):
-        """Autograd calls this at the end of backward()."""
-        unused = {p for p in self.views if p.grad is None}  # also not in an earlier micro-batch
+        """Autograd calls this at the end of backward(): send what is left, and wait for all."""
+        unused = [self.names[p] for p in self.views if p.grad is None]
         if unused and not self.find_unused:
-            names = ", ".join(name for name, p in self.module.named_parameters() if p in unused)
-            raise RuntimeError(f"no gradient for {names}: find_unused=True allows it")
+            raise RuntimeError(f"no gradient for {', '.join(unused)}: find_unused=True allows it")
         for p in self.views:
             self.keep(p)
         for number in range(len(self.works), len(self.buckets)):

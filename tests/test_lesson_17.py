@@ -96,7 +96,7 @@ BREAKS = {
     "one that no rank used becomes 0": ("p.grad = view if ranks else None", "p.grad = view"),
     "used on this rank only": ("used.tolist()", "[p.grad is not None for p in self.views]"),
     "unused ones are no error": ("if unused and not self.find_unused:", "if False:"),
-    "the error names all": (" if p in unused)", ")"),
+    "the error names all": ("{', '.join(unused)}", "{', '.join(self.names.values())}"),
     "a failed backward's all-reduces stay": (
         "            self.wait()  # there is nothing",
         "            # there is nothing",
