@@ -12,6 +12,7 @@ from conftest import run_warm
 from nbtools import run
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,13 +60,7 @@ BREAKS = {
         "number], async_op=True))",
         "number], async_op=True))\n        self.works[-1].wait()",
     ),
-    "not asynchronous": (
-        "self.works.append(dist.all_reduce(self.flats[number], async_op=True))",
-        "dist.all_reduce(self.flats[number])\n"
-        "        self.works.append(torch.futures.collect_all([]))",
-    ),
     "nobody waits": ("            work.wait()\n", "            pass\n"),
-    "all at the end": ("            if self.missing[number]:\n", "            if True:\n"),
     "held back until nearly all are there": (
         "        if not self.averaging:\n",
         "        if not self.averaging or sum(self.missing) > 1:\n",
@@ -75,11 +70,13 @@ BREAKS = {
         "        if not self.averaging or self.find_unused:\n",
     ),
     "a full bucket overtakes": (
-        "                break  # and begin with no later one",
-        "                continue  # and begin with no later one",
+        "for number in range(len(self.works), len(self.buckets)):\n            if self.missing",
+        "for number in [self.bucket_of[p]]:\n            if self.missing",
     ),
-    "no_sync is not heeded": ("        if not self.averaging:\n", "        if False:\n"),
-    "no_sync lasts": ("        self.ddp.averaging = self.before\n", "        pass\n"),
+    "no_sync does nothing": (
+        "self.before, self.ddp.averaging = self.ddp.averaging, False",
+        "self.before = self.ddp.averaging",
+    ),
     "no_sync lasts after an error": (
         "        self.ddp.averaging = self.before\n",
         "        self.ddp.averaging = self.before and not any(error)\n",
@@ -131,13 +128,35 @@ def test_buckets_that_hold_all_can_not_overlap():
     assert code == 0 and "before the last gradient was there: 0 of 1" in stdout
 
 
-@pytest.mark.parametrize("flags", ["--batch-size 11", "--bucket-mb 0", "--bucket-mb 0.5"])
+@pytest.mark.parametrize("flags", ["--batch-size 23", "--bucket-mb 0", "--bucket-mb 0.5"])
 def test_bad_values_cost_one_line(monkeypatch, capsys, flags):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit) as stop:
         lesson.parse_args(flags.split())
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "error: " in line and flags.split()[0] in line
+
+
+def evaluated(rank, world_size, wrap):
+    """Return what is sent in a step, and in two forward passes that evaluate."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    replica, found = wrap(model), []
+    with lesson.Messages() as messages:
+        replica(torch.randn(8, 4)).sum().backward()
+        found.append(len(messages.calls))
+        replica.eval()
+        for _ in range(2):
+            with torch.no_grad():
+                replica(torch.randn(8, 4))
+            found.append(len(messages.calls))
+    return found
+
+
+def test_ddp_sends_buffers_in_the_first_forward_pass_that_evaluates():
+    (before, first, second), *_ = run(evaluated, 2, DistributedDataParallel)
+    assert before < first == second
+    (before, first, second), *_ = run(evaluated, 2, lesson.OwnDDP)
+    assert before < first == second
 
 
 # --- The technique in a project of one's own ---
@@ -147,7 +166,8 @@ PROJECT = """
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(nn.Unflatten(1, (3, 1, 1)), *layers, nn.Linear(8, 1))
     model = model.to(memory_format=torch.channels_last)
     ddp, adam = OwnDDP(model, bucket_mb=0.0001), torch.optim.AdamW(model.parameters(), lr=0.05)
     torch.manual_seed(0)
