@@ -11,7 +11,7 @@ Or alone: python lessons/lesson_17_ddp_from_scratch.py    (a world of one)
 Output to expect on a CPU:
 
     ranks: 2, over gloo on cpu
-    buckets of 1 MiB or a little more: 1,062,912 1,058,816 526,336 bytes
+    buckets of 1 MiB or a little more: 1,544,256 1,540,224 510,048 bytes
     all-reduces begun before the last gradient was there: 2 of 3
     gradients, largest difference to DDP's: 0 in reverse order, 0 in DDP's order
     PASS OwnDDP's gradients are those of DDP
