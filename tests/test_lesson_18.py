@@ -1,19 +1,30 @@
 """Lesson 18: who keeps what, when nobody keeps all; and what it sends."""
 
 import sys
+from functools import partial
 
 import cloudpickle
 import lesson_18_sharding as lesson
 import pytest
+import torch
 from breaks import check_breaks
 from conftest import run_warm
+from nbtools import run
+from nbtools.record import Wire
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-ONE, NOT_THREE, NOT_ONE, THREE = (1,), (1, 2), (2, 3), (3,)  # the stages in which it is a mistake
+ONE, TWO, THREE = (1,), (2,), (3,)  # the stage in which it is tried; in general the third
+
+ON_THREE_RANKS = ("on three ranks",)  # two do not show it
 
 BREAKS = {
+    "the same part in each turn": ("parts[rank - turn], (", "parts[rank - 1], (", ON_THREE_RANKS),
     "a turn of the ring is left out": ("range(1, ranks)", "range(2, ranks)"),
     "parts are replaced, not added": ("].add_(received)", "].copy_(received)"),
     "an all-reduce in its place": (
@@ -21,37 +32,27 @@ BREAKS = {
         "    return dist.all_reduce(flat)\n",
     ),
     "padding counted": ("-(-count // self.ranks)  #", "-(-count // self.ranks) + 1  #"),
-    "padded to a round number": (
-        "-(-count // self.ranks)  #",
-        "-(-count // (64 * self.ranks)) * 64  #",
-    ),
     "two ranks with one shard": (
         "return flat[self.rank * self.length : (self.rank + 1) * self.length]",
         "return flat[self.rank // 2 * self.length : (self.rank // 2 + 1) * self.length]",
     ),
     "the model is not sent": ("        dist.broadcast(self.flat, 0)  #", "        #"),
     "the sum, not the mean": (".div_(self.ranks)", ""),
-    "updated from its own gradient": ("reduce_scatter(self.gradient)", "pass"),
+    "updated from its own gradient": ("        reduce_scatter(self.gradient)\n", ""),
     "gradients pile up": ("optimizer.zero_grad()\n        model.zero", "model.zero"),
-    "another optimizer": ("torch.optim.Adam([", "torch.optim.AdamW(["),
     "no update": ("optimizer.step()\n        if stage < 3:", "if stage < 3:"),
     "the same rows on all ranks": ("zip(rows[rank::ranks]", "zip(rows[:: ranks]"),
     "pieces are not divided": ("answers) / pieces", "answers)"),
-    "only the last piece counts": ("self.shard.grad += mine", "self.shard.grad = mine", NOT_ONE),
+    "only the last piece counts": ("self.shard.grad += mine", "self.shard.grad = mine", TWO),
     "a copy beside the flat tensor": ("self.missing = None, 0", "self.copy = None, self.flat * 1"),
-    "gather left out after the step": ("unit.gather()  #", "pass  #", NOT_THREE),
-    "the shard is a copy": ("mine.clone() if stage == 3 else mine)", "mine.clone())", NOT_THREE),
+    "gather left out after the step": ("unit.gather()  #", "pass  #", TWO),
+    "the shard is a copy": ("mine.clone() if stage == 3 else mine)", "mine.clone())", TWO),
     "stage 1 sends with each piece": ("0 and self.stage > 1:", "0:", ONE),
     "old gradients stay until backward": ("model.zero_grad()", "pass", ONE),
-    "gradients stay whole": ("mine if self.stage == 1 else mine.clone()", "mine", NOT_ONE),
-    "whole gradients are not let go": ("parameter.grad = None", "pass", NOT_ONE),
+    "gradients stay whole": ("mine if self.stage == 1 else mine.clone()", "mine", TWO),
+    "whole gradients are not let go": ("parameter.grad = None", "pass", TWO),
     "the shard is a window": ("mine.clone() if stage == 3 else mine)", "mine)", THREE),
     "freed too early": ("*_: self.gather())", "*_: self.gather() or self.free())", THREE),
-    "freed at the first gradient": (
-        "self.missing -= 1\n",
-        "self.missing -= 1\n        self.stage == 3 and self.free()\n",
-        THREE,
-    ),
     "not freed after forward": (
         "            self.free()\n        if output",
         "            pass\n        if output",
@@ -73,27 +74,39 @@ BREAKS = {
         "received = torch.empty_like(parts[0])",
         "received = torch.empty_like(flat)[: len(parts[0])]",
     ),
-    "gathered by way of a copy": (
+    "gathered into parts beside it": (
         "        dist.all_gather_single(self.flat, self.shard.detach())",
-        "        whole = self.flat.clone()\n"
-        "        dist.all_gather_single(whole, self.shard.detach())\n"
-        "        self.flat.copy_(whole)",
+        "        parts = [torch.empty_like(self.shard) for _ in range(self.ranks)]\n"
+        "        dist.all_gather(parts, self.shard.detach())\n"
+        "        self.flat.copy_(torch.cat(parts))",
     ),
-    "gathered into a copy that stays": (
-        "        dist.all_gather_single(self.flat, self.shard.detach())",
-        "        self.copy = self.flat.clone()\n"
-        "        dist.all_gather_single(self.copy, self.shard.detach())\n"
-        "        self.flat.copy_(self.copy)",
+    "spare parts beside the ring": (
+        "    received = torch.empty",
+        "    spare = [part.clone() for part in parts]\n    received = torch.empty",
+    ),
+    "not freed without backward": (
+        "            self.free()\n        if output",
+        "            torch.is_grad_enabled() and self.free()\n        if output",
+        THREE,
+    ),
+    "a second model before the first step": (
+        "    units = [",
+        "    second = copy.deepcopy(model)\n    units = [",
+    ),
+    "all parameters for Adam, too": (
+        "for unit in units])  #",
+        "for unit in units] + list(model.parameters()))  #",
+        TWO,
     ),
 }
 
 
-@pytest.mark.parametrize("nproc", (2, 3))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_each_break_ends_in_fail(nproc, stage):
+@pytest.mark.parametrize("where", (*ONE, *TWO, *THREE, *ON_THREE_RANKS))
+def test_each_break_ends_in_fail(where):
+    stage, nproc = (3, 3) if where in ON_THREE_RANKS else (where, 2)
     flags = ("--stage", stage, "--steps", 2, "--accumulate", 2)
     table = {name: row if len(row) == 3 else (*row, THREE) for name, row in BREAKS.items()}
-    check_breaks(18, BREAKS | table, nproc, *flags, mesh=stage)
+    check_breaks(18, BREAKS | table, nproc, *flags, mesh=where)
 
 
 @pytest.mark.parametrize("ranks", (1, 3, 4, 8))
@@ -138,3 +151,38 @@ def test_the_technique_runs_in_a_file_of_its_own(tmp_path):
     copied = source[source.index("\nimport ") : source.index("# --- The proof ---")]
     (tmp_path / "mine.py").write_text(copied + AROUND)
     assert run_warm(tmp_path / "mine.py", 2) == [(0, "True 0\n")] * 2
+
+
+def use_more_tools(rank, world_size):
+    """Return what the policy sends and, of ZeroRedundancyOptimizer, what it keeps and sends."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+
+    batches, model = lesson.make_problem(0, 1, 24)
+    rows, targets = (part[rank::world_size] for part in batches[0])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*model.float().blocks, model]:
+        fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with Wire() as wire:
+        model(rows.float()).float().square().mean().backward()
+    types = {f"{call.name.strip('_')} in {call.kind}" for call in wire.calls}
+
+    both = []
+    for make in (torch.optim.Adam, partial(ZeroRedundancyOptimizer, optimizer_class=Adam)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(lesson.Transformer().double())
+        optimizer = make(model.parameters(), lr=1e-3)
+        mse_loss(model(rows), targets).backward()
+        with Wire() as wire:
+            optimizer.step()
+        both.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    kept = [state["exp_avg"].shape for state in optimizer.optim.state.values()]
+    shapes = [p.shape for p in model.parameters()]
+    whole = len(kept) < len(shapes) and set(kept) <= set(shapes)
+    return types, whole, {call.name for call in wire.calls}, (both[0] - both[1]).abs().max().item()
+
+
+def test_what_the_side_roads_say():
+    """What the policy sends, offload runs here, and ZeroRedundancyOptimizer beside DDP is Adam."""
+    for types, whole, calls, off in run(use_more_tools, 3):
+        assert types == {"allgather_base in bfloat16", "reduce_scatter_base in float32"}
+        assert whole and calls == {"broadcast"} and off < 1e-15

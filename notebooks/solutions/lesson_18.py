@@ -6,8 +6,9 @@ import lesson_18_sharding as lesson
 import torch
 import torch.distributed as dist
 from nbtools import run
-from nbtools.record import Wire
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # --- Task 1: predict ---
 
@@ -22,47 +23,60 @@ def check_kept_by_eight(guess):
         others = lesson.formulas(lesson.modules_of(lesson.Transformer()), 8, stage)[0]
         if abs(guess / sum(others.values()) - 1) < 0.005:
             return f"that is stage {stage}: what is whole in stage 2, and what is dealt out?"
+    by_four = lesson.formulas(lesson.modules_of(lesson.Transformer()), 4, 2)[0]
+    if abs(guess / sum(by_four.values()) - 1) < 0.005:
+        return "that is what one of four ranks keeps"
     return "add up parameters, gradients and Adam's two averages, each of 8 bytes a number"
 
 
 # --- Task 2: build ---
 
 
-def reduce_scatter(flat):
+def my_part_of_the_sum(flat):
     """Return this rank's part of the sum of `flat` over the ranks."""
     lesson.reduce_scatter(flat)
     return flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-def sent_bytes(calls, ranks):
-    """Return what a rank sends: messages as they are, collectives as by their rings."""
-    share = {"send": 1, "recv": 0, "alltoall": (ranks - 1) / ranks}
-    share |= {"alltoall_base": (ranks - 1) / ranks, "allgather_base": ranks - 1}
-    twice = 2 * (ranks - 1) / ranks  # all_reduce; reduce_scatter over gloo is one
-    names = [(call.name.strip("_"), call.nbytes) for call in calls]
-    return sum(nbytes * share.get(name, twice) for name, nbytes in names)
+class Sent(TorchDispatchMode):
+    """Adds up what a rank sends: messages as they are, collectives as by their rings."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name, ranks = function._schema.name.split("::")[1].strip("_"), dist.get_world_size()
+            names = [argument.name for argument in function._schema.arguments]
+            given = [one for one, n in zip(args, names, strict=False) if n.startswith("input")]
+            leaves = [t for t in tree_leaves(given or args) if isinstance(t, torch.Tensor)]
+            share = dict.fromkeys(("alltoall", "alltoall_base"), (ranks - 1) / ranks)
+            share |= dict.fromkeys(("allgather", "allgather_base"), ranks - 1)
+            share |= {"send": 1, "recv": 0, "recv_any_source": 0, "barrier": 0}
+            twice = 2 * (ranks - 1) / ranks  # all_reduce; reduce_scatter over gloo is one
+            self.nbytes += share.get(name, twice) * sum(leaf.nbytes for leaf in leaves)
+        return function(*args, **(kwargs or {}))
 
 
-def examine_reduce_scatter(rank, world_size, attempt):
-    """Call the attempt twice; return [(is it right, bytes sent)]."""
+def examine_part_of_the_sum(rank, world_size, attempt):
+    """Call the attempt twice; return [(is it right, bytes sent, the budget)]."""
     found = []
     for length in (7, 500):
         generator = torch.Generator().manual_seed(length)
         all_flat = torch.randn(world_size, world_size * length, generator=generator).double()
-        with Wire() as wire:
+        with Sent() as sent:
             answer = attempt(all_flat[rank].clone())
         right = all_flat.sum(0).chunk(world_size)[rank]
         fits = isinstance(answer, torch.Tensor) and answer.shape == right.shape
         budget = (world_size - 1) * right.nbytes
         close = fits and torch.allclose(answer, right, rtol=0, atol=1e-12)
-        found.append((bool(close), sent_bytes(wire.calls, world_size), budget))
+        found.append((bool(close), sent.nbytes, budget))
     return found
 
 
-def check_reduce_scatter(attempt):
+def check_part_of_the_sum(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else one sentence about it."""
     for nproc in (2, 3):
-        for rank, cases in enumerate(run(examine_reduce_scatter, nproc, attempt, deadline=30)):
+        for rank, cases in enumerate(run(examine_part_of_the_sum, nproc, attempt, deadline=30)):
             for close, sent, budget in cases:
                 if not close:
                     return f"with {nproc} ranks, rank {rank} does not return its part of the sum"
@@ -98,22 +112,39 @@ def examine_forward(rank, world_size, attempt):
     for whole in wholes:
         right = torch.tanh(right @ whole)
     memory = lesson.Memory(nn.Identity(), x, *shards)
-    gather = dist.all_gather_single
-
-    def gather_and_let_go(whole, shard, *args, **options):
-        """Gather into other memory: a thread of gloo holds what it was given a moment longer."""
-        memory.paused = True
-        own = torch.empty_like(whole)
-        gather(own, shard, *args, **options)
-        whole.copy_(own)
-        memory.paused = False
-
-    names = dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), gather_and_let_go)
-    with memory, torch.no_grad(), patch.multiple(dist, **names):
+    collectives = {name: let_go(memory, getattr(dist, name)) for name in GATHERING}
+    with memory, torch.no_grad(), patch.multiple(dist, **collectives):
         answer = attempt(shards, (WIDTH, WIDTH), x)
     most = lesson.replay([([], []), (memory.events, [])])[1]["besides"]
     close = isinstance(answer, torch.Tensor) and answer.shape == right.shape
     return close and torch.allclose(answer, right, rtol=0, atol=1e-12), most
+
+
+GATHERING = ["all_gather_single", "all_gather_into_tensor", "all_gather", "broadcast"]
+GATHERING += ["all_reduce", "reduce", "all_to_all_single", "all_to_all", "gather", "scatter"]
+
+
+def let_go(memory, collective):
+    """Return the collective on copies: a thread of gloo holds what it was given a moment longer."""
+
+    def on_copies(*args, **options):
+        pairs = []
+
+        def copied(tensor):
+            pairs.append((tensor, tensor.clone()))
+            return pairs[-1][1]
+
+        memory.paused = True
+        args, options = tree_map_only(torch.Tensor, copied, (args, options))
+        work = collective(*args, **options)
+        if work is not None:
+            work.wait()
+        for tensor, copy in pairs:
+            tensor.copy_(copy)
+        memory.paused = False
+        return work  # it is finished
+
+    return on_copies
 
 
 def check_forward_by_shards(attempt):
@@ -125,8 +156,8 @@ def check_forward_by_shards(attempt):
                 return f"with {nproc} ranks, rank {rank} does not compute what one process computes"
             if most > budget:
                 size = most / (8 * WIDTH * WIDTH)
-                words = f"{size:.0f} whole layers live at a time"
-                return f"with {nproc} ranks, {words}, and 1 is enough"
+                words = f"what lives at a time is {size:.1f} whole layers"
+                return f"with {nproc} ranks, {words}, and 1.25 are enough"
     return None
 
 
@@ -150,15 +181,15 @@ NAMES = ("parameters", "exp_avg", "exp_avg_sq")
 def check_resume(attempt):
     """Return None if every rank of every new world gets its part, else one sentence."""
     for old, new in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 1)):
-        for count in (24, 29):
+        for count in (24, 29, 5):
             whole = {n: torch.arange(1.0, count + 1) * 10**i for i, n in enumerate(NAMES)}
             saved = [cut(whole, count, rank, old) for rank in range(old)]
             for rank in range(new):
                 parts, right = attempt(saved, count, rank, new), cut(whole, count, rank, new)
                 for name in NAMES:
                     if not torch.equal(parts[name], right[name]):
-                        place = f"saved by {old} ranks, loaded by {new}, {count} numbers"
-                        return f"{place}: rank {rank} does not get its {name}"
+                        words = f"{count} numbers were saved by {old} ranks, and loaded by {new}"
+                        return f"{words}: rank {rank} does not go on from what was saved"
     return None
 
 
@@ -169,7 +200,7 @@ def cut(whole, count, rank, ranks):
 
 TASKS = {
     "kept_by_eight": (check_kept_by_eight, kept_by_eight),
-    "reduce_scatter": (check_reduce_scatter, reduce_scatter),
+    "part_of_the_sum": (check_part_of_the_sum, my_part_of_the_sum),
     "forward_by_shards": (check_forward_by_shards, forward_by_shards),
     "resume": (check_resume, resume),
 }
@@ -179,7 +210,7 @@ HINTS = {
         "In stage 2 one of the three kinds is whole on every rank. The page has printed the number "
         "of parameters; Adam has two averages for each."
     ),
-    "reduce_scatter": (
+    "part_of_the_sum": (
         "Send to your neighbour the part that has the longest way to go, and add to your own what "
         "comes. After how many turns has each part visited everybody?"
     ),

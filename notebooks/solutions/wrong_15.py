@@ -41,6 +41,14 @@ def fell_into_the_trap(loss_of, weights, rows, answers, real):
     return jax.tree.map(lambda total: total / count, sums)
 
 
+def pmean_in_the_loss(loss_of, weights, rows, answers, real):
+    def whole_mean(w):
+        sums = jnp.sum(loss_of(w, rows, answers) * real), jnp.sum(real)
+        return jnp.divide(*jax.lax.pmean(sums, "data"))
+
+    return jax.lax.pmean(jax.grad(whole_mean)(own(weights)), "data")
+
+
 def knows_the_count(loss_of, weights, rows, answers, real):
     def own_part(w):
         return jnp.sum(loss_of(w, rows, answers) * real) / 7
@@ -160,6 +168,7 @@ WRONG = {
     "data_parallel_gradient": {
         "the mean of means": (divided(mean_of_own_means), "on 2 devices the gradient of"),
         "the trap": (divided(fell_into_the_trap), "2 times the right one"),
+        "a pmean in the loss": (divided(pmean_in_the_loss), "0.5 times the right one"),
         "all rows count": (divided(counts_all_rows), "0.5833 times the right one"),
         "knows the count": (divided(knows_the_count), "0.2857 times the right one"),
         "no holes": (divided(first_rows), "the gradient of"),

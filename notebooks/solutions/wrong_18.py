@@ -35,6 +35,13 @@ def by_all_to_all(flat):
     return received.view(dist.get_world_size(), -1).sum(0)
 
 
+def by_all_to_all_of_all(flat):
+    ranks = dist.get_world_size()
+    received = [torch.empty_like(flat) for _ in range(ranks)]
+    dist.all_to_all(received, [flat] * ranks)
+    return own_part(torch.stack(received).sum(0))
+
+
 # --- Task 3 ---
 
 
@@ -53,6 +60,37 @@ def all_at_once(shards, shape, x):
 def the_old_one_lives(shards, shape, x):
     for shard in shards:
         whole = gathered(shard, shape)
+        x = torch.tanh(x @ whole)
+    return x
+
+
+def by_broadcasts(shards, shape, x):
+    """Right: the windows of one tensor are filled by their owners."""
+    whole = shards[0].new_empty(shape)
+    for shard in shards:
+        for rank, window in enumerate(whole.view(-1).chunk(dist.get_world_size())):
+            if rank == dist.get_rank():
+                window.copy_(shard)
+            dist.broadcast(window, rank)
+        x = torch.tanh(x @ whole)
+    return x
+
+
+def by_a_list(shards, shape, x):
+    """Right: a list of windows."""
+    for shard in shards:
+        whole = shard.new_empty(shape)
+        dist.all_gather(list(whole.view(-1).chunk(dist.get_world_size())), shard)
+        x = torch.tanh(x @ whole)
+        del whole
+    return x
+
+
+def and_waits(shards, shape, x):
+    """Right: starts, and waits."""
+    whole = shards[0].new_empty(shape)
+    for shard in shards:
+        dist.all_gather_single(whole.view(-1), shard, async_op=True).wait()
         x = torch.tanh(x @ whole)
     return x
 
@@ -99,28 +137,33 @@ def new_moments(saved, count, rank, ranks):
     return {n: p if n == "parameters" else torch.zeros_like(p) for n, p in parts.items()}
 
 
-RIGHT = {"reduce_scatter": [by_all_to_all], "forward_by_shards": [in_a_function]}
+RIGHT = {
+    "part_of_the_sum": [by_all_to_all],
+    "forward_by_shards": [in_a_function, by_broadcasts, by_a_list, and_waits],
+}
 
 WRONG = {
     "kept_by_eight": {
         "stage 1": (round(kept_by_eight * 18 / 11), "that is stage 1"),
         "stage 3": (round(kept_by_eight * 4 / 11), "that is stage 3"),
+        "four ranks": (round(kept_by_eight * 14 / 11), "one of four ranks"),
         "one average": (round(kept_by_eight * 10 / 11), "Adam's two averages"),
     },
-    "reduce_scatter": {
+    "part_of_the_sum": {
         "no sum": (own_part, "does not return its part of the sum"),
         "all-reduce": (by_all_reduce, "are enough"),
         "gloo's own": (by_gloo, "are enough"),
         "all gradients to all": (by_gathering, "are enough"),
+        "all to each": (by_all_to_all_of_all, "are enough"),
     },
     "forward_by_shards": {
-        "all at once": (all_at_once, "5 whole layers live at a time"),
-        "the old one lives": (the_old_one_lives, "2 whole layers live at a time"),
+        "all at once": (all_at_once, "5.1 whole layers"),
+        "the old one lives": (the_old_one_lives, "2.0 whole layers"),
         "nothing is gathered": (only_the_shards, "does not compute what one process computes"),
     },
     "resume": {
-        "as given": (moments_of_the_same_rank, "does not get its exp_avg"),
-        "padding stays": (padding_stays, "does not get its parameters"),
-        "new moments": (new_moments, "does not get its exp_avg"),
+        "as given": (moments_of_the_same_rank, "does not go on from what was saved"),
+        "padding stays": (padding_stays, "does not go on from what was saved"),
+        "new moments": (new_moments, "does not go on from what was saved"),
     },
 }
