@@ -378,8 +378,11 @@ def wrong_in_places(watched, step):
     types = [node.type for node in watched.session.graph.get_operations()]
     changes = sum(bool(re.match("Resource.*(Apply|Scatter)|Assign.*Var", kind)) for kind in types)
     updates = changes - count  # one node gives a variable its first value
+    named = len({name for _, op in step.ran for name in re.findall(r"tower_\d+/", op)})
+    towers = len(watched.devices)
     rules = {
         f"{count} variables, not {wanted}: the towers do not share them": count == wanted,
+        f"{named} of {towers} towers have names": named == towers,
         f"{away} operations of a tower ran on another one's device": away == 0,
         f"the variables are on {sorted(places)}": places == {watched.devices[0]},
         f"{updates} nodes update {count} variables": updates == count,

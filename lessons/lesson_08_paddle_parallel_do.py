@@ -47,8 +47,9 @@ except ImportError as error:
 def parallel_do(body, places, weights, *inputs):
     """Call body(weights, *part) on each place; return (outputs, merged; gradients of their sum).
 
-    In a step of Fluid's ParallelDo: split the inputs, copy the weights, run the body, merge what
-    it returns, add up the gradients. Arrays come in, arrays go out: the CPU's memory is the master.
+    As Fluid's ParallelDo: split the inputs, copy the weights, run the body, merge what it returns,
+    add up the gradients. But Fluid merged before backward(), so a mean could follow; here the loss
+    is the outputs' sum. Arrays come in, arrays go out: the CPU's memory is the master.
     """
     outputs, gradients = [], dict.fromkeys(weights, 0)
     parts = [np.array_split(array, len(places)) for array in inputs]
@@ -289,8 +290,11 @@ def watch_rank(args):
 
 @contextlib.contextmanager
 def handed_over():
-    """Yield a list that gets the bytes of each collective, but for those of C++ in backward()."""
-    sent, kind = [], paddle.base.core.ProcessGroup  # Python's all end in one of its methods
+    """Yield a list that gets the bytes of a ProcessGroup's collectives, if Python calls them.
+
+    So DataParallel's broadcasts are in it, but not its all-reduces, which C++ calls in backward().
+    """
+    sent, kind = [], paddle.base.core.ProcessGroup
 
     def watched(method):
         def call(*given):

@@ -3,6 +3,7 @@
 lanes     time to the right, one lane for each rank, thread or device: compute, send, wait
 strip     one column of boxes for each moment, one panel of arrows for each step, with bytes
 matrices  a product of matrices, and which rank holds which part of each
+verdicts  a table of words, one colour and hatch for each word
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
@@ -29,6 +30,7 @@ __all__ = [
     "matrices",
     "record",
     "strip",
+    "verdicts",
     "waits",
 ]
 
@@ -250,6 +252,37 @@ def matrices(factors, title):
         axes.legend(patches, names, **place, borderpad=0, fontsize=9)
         axes.set_title(title, loc="left", fontweight="bold", pad=26)
         axes.axis("off")
+        figure.tight_layout()
+    return figure
+
+
+VERDICTS = {  # word: (face colour, hatch)
+    "guilty": ("#009E73", ""),
+    "victim": ("#E69F00", "////"),
+    "nothing": ("#FFFFFF", ""),
+}
+
+
+def verdicts(table, columns, title):
+    """Draw {row: [a word of VERDICTS for each column]} as a table; return the figure."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.0 + 0.33 * len(table)))
+        for row, words in enumerate(table.values()):
+            for column, word in enumerate(words):
+                colour, pattern = VERDICTS[word]
+                style = {"facecolor": colour, "hatch": pattern, "edgecolor": "black"}
+                axes.add_patch(plt.Rectangle((column, row), 1, 1, linewidth=0.6, **style))
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85}
+                place = {"ha": "center", "va": "center", "fontsize": 8}
+                axes.text(column + 0.5, row + 0.5, word, **place, bbox=box)
+        axes.set_xlim(0, len(columns))
+        axes.set_ylim(len(table), 0)
+        axes.set_xticks([column + 0.5 for column in range(len(columns))], columns)
+        axes.set_yticks([row + 0.5 for row in range(len(table))], table)
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, loc="left", fontweight="bold", pad=8)
         figure.tight_layout()
     return figure
 

@@ -57,6 +57,8 @@ def explain(error):
         return "tf.split with one number divides only rows that the number divides"
     if "NoneType" in str(error):
         return "in the graph, the number of rows is tf.shape(value)[0]; value.shape has None"
+    if "Python `bool`" in str(error):
+        return "a node has no value yet, so Python's if and min can't ask it: calculate with nodes"
     if any(words in str(error) for words in ("same size", "should match", "must be equal")):
         return "matrices of different lengths can be neither added nor joined by rows"
     lines = [line for line in str(error).splitlines() if line and "execution error" not in line]

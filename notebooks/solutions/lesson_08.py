@@ -11,18 +11,20 @@ import paddle
 
 # --- Task 1: predict ---
 
-gradient_of_means = 14.5  # 1.5 + 5 + 8
+gradient_of_means = 14.5 / 3  # (1.5 + 5 + 8) / 3; one process with all rows gets 4.5
 
 
 def check_gradient_of_means(guess):
     """Return None if `guess` is right, else a hint."""
-    if abs(guess - gradient_of_means) < 1e-9:
+    if abs(guess - gradient_of_means) < 0.005:
         return None
     if abs(guess - 4.5) < 1e-9:
         return "that would be the mean over all rows; but a place knows only its own"
-    if min(abs(guess - gradient_of_means / 3), abs(guess - gradient_of_means / 10)) < 0.01:
-        return "what does the master do with the gradients of the places: is it a mean?"
-    return "write down what each place returns for w = 1, and who does what with the three"
+    if abs(guess - 3 * gradient_of_means) < 0.01:
+        return "that is the sum of the places' means: what does the second mean do with the three?"
+    return (
+        "write down what each place returns for w = 1, and what the second mean makes of the three"
+    )
 
 
 # --- Task 2: build ---
@@ -47,6 +49,10 @@ def parallel_do_at_once(body, places, weights, *inputs):
         answers = list(pool.map(work, range(len(places))))  # in their order; raises errors
     outputs, gradients = zip(*answers, strict=True)
     return np.concatenate(outputs), {n: sum(found[n] for found in gradients) for n in weights}
+
+
+# A thread that ends with an error prints it; the verdict says in one line what that means.
+QUIET = patch.object(threading, "excepthook", lambda *_: None)
 
 
 def make_body(count, late, look=lambda *tensors: None):
@@ -92,7 +98,7 @@ def watched(attempt, places, weights, *inputs):
         seen[first] = [tensor.data_ptr() for tensor in tensors]
 
     body = make_body(len(places), wrong, look)
-    with patch.multiple(paddle, to_tensor=make, set_device=choose):
+    with patch.multiple(paddle, to_tensor=make, set_device=choose), QUIET:
         found = attempt(body, places, weights, *inputs)
     used = [pointer for pointers in seen.values() for pointer in pointers]
     if len(set(used)) < len(used):
@@ -133,7 +139,7 @@ def wrong_answer(found, one):
     if not np.allclose(outputs, right, rtol=1e-9):
         if np.allclose(np.sort(outputs), np.sort(right), rtol=1e-9):
             return "the outputs are not in the order of the rows: the first place is the slowest"
-        return "the outputs are others: does each place have a copy of the weights for itself?"
+        return "the outputs are wrong: does each place have a copy of the weights for itself?"
     for name in one[1]:
         gradient = np.asarray(found[1].get(name, np.nan))
         if not np.allclose(gradient, one[1][name], rtol=1e-9):
@@ -150,7 +156,8 @@ def wrong_after_an_error(attempt, damaged):
         return rows * copies["b"]
 
     try:
-        attempt(body, [paddle.CPUPlace()] * 2, {"b": np.ones(1)}, np.arange(8.0))
+        with QUIET:
+            attempt(body, [paddle.CPUPlace()] * 2, {"b": np.ones(1)}, np.arange(8.0))
     except ValueError:
         return None
     except Exception as error:
@@ -246,8 +253,8 @@ TASKS = {
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
 HINTS = {
     "gradient_of_means": (
-        "A place's output is linear in w. So its gradient is what the place returns for w = 1, "
-        "all rows together. Then ask what the master does with three such numbers."
+        "All of it is linear in w. So the gradient is what comes out for w = 1. What does each "
+        "place return then? And what does the second mean do with three numbers?"
     ),
     "parallel_do_at_once": (
         "Which lines of parallel_do belong to one place alone? Put them into a function that "

@@ -49,6 +49,14 @@ def uneven(value, n):
 
 
 @guarded
+def asks_a_node(value, n):
+    import tensorflow as tf
+
+    rows = count_rows(value)
+    return tf.split(value, [rows // n + (1 if k < rows % n else 0) for k in range(n)])
+
+
+@guarded
 def order(value, n):
     return [value[k::n] for k in range(n)]
 
@@ -168,6 +176,7 @@ WRONG = {
     "split_rows": {
         "tf.split": (split, "divides only rows"),
         "value.shape": (shape, "tf.shape"),
+        "a node is asked": (asks_a_node, "a node has no value yet"),
         "rows are lost": (lost, "some are lost"),
         "uneven parts": (uneven, "must differ by one"),
         "another order": (order, "another order"),

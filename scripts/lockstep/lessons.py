@@ -62,6 +62,7 @@ TABLE = (
     Lesson("16", "all_reduce", TORCHRUN, TORCH),
     Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
     Lesson("18", "sharding", TORCHRUN, TORCH),
+    Lesson("19", "hang_clinic", ITSELF, TORCH),
 )
 
 

@@ -1,0 +1,884 @@
+"""Lesson 19: it hangs: which rank is it, and how do I find out?
+
+New: where does each rank stand, what has it called last, who does not come to a roll call? Six
+tools look at ten jobs that hang or fail; the proof judges what they print, by the truth.
+
+Run it:  bash scripts/lesson_19.sh --patient early_stop [--tool stacks] [--nproc 3]
+By hand: torchrun --standalone --nproc-per-node=3 lessons/lesson_19_hang_clinic.py --patient ...
+
+Output to expect on a CPU:
+
+    early_stop on 3 ranks, which wait 3 s for each other: who is it?
+        timeout ... stacks      guilty    ... s   rank 2 stands at line ..., in barrier, and ...
+    PASS early_stop: rank 2, line ..., named by stacks, recorder, analyzer, detail, roll_call
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import inspect
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+# --- The technique ---
+# In each rank, after init_process_group: leave_stacks(...), leave_calls(...). When the job stands
+# still, read what they have left, of all ranks. A roll call goes before a line that you suspect.
+
+LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+MEETINGS = ("all_reduce", "all_gather", "broadcast", "barrier", "backward", "forward")  # add yours
+
+
+def leave_stacks(path, seconds=600):
+    """Write to `path` where this process stands: every `seconds`, and at `kill -USR1 PID`."""
+    file = open(path, "w")  # noqa: SIM115  (it stays open)
+    faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+
+
+def where(text):
+    """Return (your line, the library's function that it has called) of the last stack in `text`."""
+    called = ""
+    stack = text.rpartition("(most recent call first):")[2]
+    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
+        if not file.startswith((*LIBRARY, "<")):
+            return int(line), called
+        if function != "wrapper" and not function.startswith("_"):
+            called = function
+    return None
+
+
+def not_arrived(places):
+    """Return the ranks of {rank: where(...)} that do not wait for all; if all do, the odd one."""
+    away = [rank for rank, place in places.items() if not place or place[1] not in MEETINGS]
+    return away if len(away) < len(places) and away else odd(places)
+
+
+def odd(said):
+    """Return the ranks that say something else than most do; [] if there is no majority."""
+    (most, count), *others = Counter(said.values()).most_common()
+    return [rank for rank in said if said[rank] != most] if others and 2 * count > len(said) else []
+
+
+def leave_calls(path, seconds=600):
+    """Write to `path`, after `seconds`, the collectives that this rank has called."""
+    timer = threading.Timer(seconds, write_calls, [path])
+    timer.daemon = True
+    timer.start()
+
+
+def write_calls(path):
+    """Write the flight recorder of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
+    Path(path).write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+
+
+def calls_in(dump):
+    """Return [(your line, operation, group, sizes)] of each call that these bytes tell of."""
+    calls = []
+    for entry in pickle.loads(dump).get("entries", []):
+        lines = [f["line"] for f in entry["frames"] if not f["filename"].startswith(LIBRARY)]
+        operation = entry["profiling_name"].partition(":")[2]
+        sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
+        calls.append((lines[0] if lines else None, operation, entry["process_group"][0], sizes))
+    return calls
+
+
+def first_difference(calls):
+    """Return {rank: call} where the calls first differ: None if a rank has not come there."""
+    for row in itertools.zip_longest(*calls.values()):
+        if len(set(row)) > 1:
+            return dict(zip(calls, row, strict=True))
+    return {}
+
+
+def behind(calls):
+    """Return the ranks that have not come to the first difference; if all have, the odd one."""
+    here = first_difference(calls)
+    return [rank for rank in here if here[rank] is None] or (odd(here) if here else [])
+
+
+def call_the_roll(seconds, gloo_group=None):
+    """Wait for all ranks; rank 0 names those that have not come after `seconds`. Only over gloo."""
+    dist.monitored_barrier(gloo_group, timedelta(seconds=seconds), wait_all_ranks=True)
+
+
+# --- The patients ---
+# Each is one rank of a job. Nothing in it knows that it is watched.
+
+
+def healthy(rank, world_size, steps, rows):
+    """Train, and nothing is wrong: no tool may find anything here."""
+    model = nn.Linear(4, 1)
+    for _ in range(steps):
+        model(torch.randn(rows, 4)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.1 * parameter.grad / world_size
+            parameter.grad = None
+    dist.barrier()
+
+
+def rank_zero_only(rank, world_size, steps, rows):
+    """Train, then let rank 0 print the mean loss."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        loss = model(torch.randn(rows, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    if rank == 0:
+        total = loss.detach()
+        dist.all_reduce(total)
+        print(f"mean loss {total / world_size:.3f}")
+    dist.barrier()
+
+
+def uneven_batches(rank, world_size, steps, rows):
+    """Train on rows that are dealt out like cards; the last batch may be smaller."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(world_size * steps * rows + 1, 4)
+    mine = data[rank::world_size]
+    for batch in mine.split(rows):
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    if rank == 0:
+        print("the epoch is over")
+
+
+class TwoHeads(nn.Module):
+    """A model with a head for rare rows, which is not called if there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.usual, self.rare = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, batch, rare):
+        out = self.usual(batch)
+        if rare.any():
+            out = out + self.rare(batch) * rare
+        return out
+
+
+def unused_branch(rank, world_size, steps, rows):
+    """Train the model with two heads; one row in four is rare, if there is one at all."""
+    model = DistributedDataParallel(TwoHeads())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        batch = torch.randn(rows, 4)
+        rare = (torch.arange(rows) % 4 == 0).float()[:, None]
+        if step == 1 and rank == world_size - 1:
+            rare.zero_()
+        loss = model(batch, rare).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+
+
+def early_stop(rank, world_size, steps, rows):
+    """Train until the loss is small enough."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scale = 0.01 if rank == world_size - 1 else 1.0
+    for step in range(2 * steps):
+        batch = scale * torch.randn(rows, 4)
+        loss = (model(batch) - scale).square().mean()
+        if step >= steps and loss < 0.01:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    dist.barrier()
+
+
+def validation(rank, world_size, steps, rows):
+    """Train with BatchNorm; after each epoch rank 0 looks at rows that it has not trained on."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    held_back = torch.randn(rows, 4)
+    for _ in range(2):
+        for _ in range(steps):
+            loss = model(torch.randn(rows, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if rank == 0:
+            model.eval()
+            print(f"validation loss {model(held_back).square().mean():.3f}")
+            model.train()
+    dist.barrier()
+
+
+def both_send(rank, world_size, steps, rows):
+    """Two neighbours swap the edges of their parts; then all add up what is left to do."""
+    part, edge = torch.randn(rows, 4), torch.empty(4)
+    for _ in range(steps):
+        residual = part.square().mean()
+        if rank < 2:
+            neighbour = 1 - rank
+            dist.send(part[-1], neighbour)
+            dist.recv(edge, neighbour)
+            part[-1] = (part[-1] + edge) / 2
+        dist.all_reduce(residual)
+        part *= 0.9
+    if rank == 0:
+        print(f"residual {residual.item():.3f}")
+    dist.barrier()
+
+
+def group_order(rank, world_size, steps, rows):
+    """Add up two kinds of gradients, each in a group of its own."""
+    dense, sparse = dist.new_group(), dist.new_group()
+    work = [(dense, torch.randn(rows)), (sparse, torch.randn(rows))]
+    if rank == world_size - 1:
+        work.reverse()
+    for _ in range(steps):
+        for group, gradient in work:
+            dist.all_reduce(gradient, group=group)
+            gradient /= world_size
+    if rank == 0:
+        print(f"gradient {work[0][1].norm():.3f}")
+    dist.barrier()
+
+
+def other_shape(rank, world_size, steps, rows):
+    """Predict each rank's part of the rows, and gather the predictions everywhere."""
+    model, data = nn.Linear(4, 1), torch.randn(world_size * rows + 1, 4)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    first = rank * rows
+    last = first + rows if rank < world_size - 1 else len(data)
+    for _ in range(steps):
+        with torch.no_grad():
+            predicted = model(data[first:last])
+        parts = [torch.empty_like(predicted) for _ in range(world_size)]
+        dist.all_gather(parts, predicted)
+    if rank == 0:
+        print(f"{sum(len(part) for part in parts)} predictions")
+    dist.barrier()
+
+
+class Rows(Dataset):
+    """Rows of a file. One of them takes long to decode, and needs more memory than there is."""
+
+    def __init__(self, count, too_large):
+        self.count, self.too_large = count, too_large
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index == self.too_large:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is full
+        return torch.randn(4)
+
+
+def dead_loader(rank, world_size, steps, rows):
+    """Train on rows that a worker process reads."""
+    model = nn.Linear(4, 1)
+    count = (steps + 1) * rows
+    data = Rows(count, count - 1 if rank == world_size - 1 else None)
+    loader = DataLoader(data, rows, num_workers=1)
+    for batch in loader:
+        loss = model(batch).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.1 * parameter.grad / world_size
+            parameter.grad = None
+    dist.barrier()
+    if rank == 0:
+        print(f"loss {loss.item():.3f}")
+
+
+def read(name):
+    """Return the rows of a file, which takes a moment."""
+    time.sleep(0.25)  # the disk turns
+    return torch.randn(8, 4)
+
+
+def score(rows):
+    """Return how good the rows are, which takes a moment."""
+    time.sleep(0.25)  # numbers are crunched
+    return rows.square().mean()
+
+
+def slow_rank(rank, world_size, steps, rows):
+    """Train; one rank also has files to look at, and takes the time that it takes."""
+    gradient = torch.randn(rows)
+    for step in range(steps):
+        if step == 1 and rank == world_size - 1:
+            for number in range(20):
+                batch = read(f"file_{number}")
+                best = score(batch)
+        dist.all_reduce(gradient)
+        gradient /= world_size
+    if rank == world_size - 1 and steps > 1:
+        print(f"the last score is {best:.3f}")
+    dist.barrier()
+
+
+class Patient(NamedTuple):
+    """A job, the ranks that are guilty (-1: the last one), and the line that gives them away."""
+
+    job: object
+    guilty: tuple
+    line: str
+
+
+PATIENTS = {
+    "early_stop": Patient(early_stop, (-1,), "dist.barrier()"),
+    "rank_zero_only": Patient(rank_zero_only, (0,), "dist.all_reduce(total)"),
+    "uneven_batches": Patient(uneven_batches, (0,), "loss.backward()"),
+    "unused_branch": Patient(unused_branch, (-1,), "loss = model("),
+    "validation": Patient(validation, (0,), "model(held_back)"),
+    "both_send": Patient(both_send, (0, 1), "dist.send("),
+    "group_order": Patient(group_order, (-1,), "dist.all_reduce("),
+    "other_shape": Patient(other_shape, (-1,), "dist.all_gather("),
+    "dead_loader": Patient(dead_loader, (-1,), "for batch in loader"),
+    "slow_rank": Patient(slow_rank, (), ""),
+}
+
+
+# --- The proof ---
+# The doctor starts a patient's ranks, lets the tools look, and judges what they have printed. One
+# run serves four tools: what a rank says when it ends, its stacks, its recorder for two. `detail`
+# and `roll_call` change the job, so each has a run of its own.
+
+TOOLS = ("timeout", "stacks", "recorder", "analyzer", "detail", "roll_call")
+RUN_OF = dict.fromkeys(TOOLS, "plain") | {"detail": "detail", "roll_call": "roll_call"}
+EXPECTED = {  # in the order of TOOLS; measured with torch 2.13 over gloo, on 3 and 4 ranks
+    "early_stop": "nothing guilty guilty guilty guilty guilty",
+    "rank_zero_only": "nothing guilty guilty victim guilty guilty",
+    "uneven_batches": "nothing guilty guilty victim nothing guilty",
+    "unused_branch": "guilty nothing guilty guilty nothing nothing",
+    "validation": "nothing guilty guilty victim nothing guilty",
+    "both_send": "nothing guilty guilty guilty guilty victim",
+    "group_order": "nothing nothing guilty nothing nothing nothing",
+    "other_shape": "victim nothing nothing nothing guilty nothing",
+    "dead_loader": "guilty nothing guilty guilty guilty guilty",
+    "slow_rank": "nothing nothing victim victim victim victim",
+}
+FRAME = r'File "(.*)", line (\d+)'
+WAITED = re.compile("timed out|timeout|Connection (closed|reset) by peer|Broken pipe", re.I)
+
+
+class Finding(NamedTuple):
+    """What a tool says: whom it names, with which line of theirs, in which words, and when."""
+
+    ranks: list
+    line: int | None
+    words: str
+    seconds: float | None
+
+
+class Run(NamedTuple):
+    """The ranks of one patient under some tools."""
+
+    name: str
+    kind: str
+    folder: Path
+    ids: list  # of the processes, by rank
+    ends: dict  # {rank: (seconds, exit code)} of those that have ended by themselves
+    begin: float
+
+    def text(self, rank, what="said"):
+        """Return what a rank has printed, or another file that it has left."""
+        path = self.folder / f"{what}_{rank}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+# --- Start ranks, and end them ---
+
+
+@contextlib.contextmanager
+def ward():
+    """Yield (folder, process group); whatever becomes of this process, both are gone after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        farewell = "trap '' TERM; read line; rm -rf \"$0\"; kill -KILL 0"
+        options = {"stdin": subprocess.PIPE, "process_group": 0}
+        nurse = subprocess.Popen(["/bin/sh", "-c", farewell, folder], **options)
+        try:
+            yield Path(folder), nurse
+        finally:
+            os.killpg(nurse.pid, signal.SIGKILL)
+            nurse.stdin.close()
+            nurse.wait()
+
+
+def treat(jobs, args, folder, nurse):
+    """Run [(patient, kind of run, job)], all at once; return {(patient, kind): Run}."""
+    runs = []
+    for name, kind, job in jobs:
+        run = Run(name, kind, folder / f"{name} {kind}", [], {}, time.time())
+        run.folder.mkdir()
+        runs.append(run)
+        for rank in range(args.nproc):
+            run.ids.append(os.fork() or be_forked(job, rank, run, args, nurse))
+            with contextlib.suppress(OSError):  # it is there already, or it has ended
+                os.setpgid(run.ids[-1], nurse.pid)
+    marks, deadline = [run.folder / f"here_{r}" for run in runs for r in range(args.nproc)], 60
+    while not all(mark.exists() for mark in marks):
+        time.sleep(0.01)
+        if time.time() > runs[0].begin + deadline:
+            raise TimeoutError(f"not all ranks have started after {deadline} s")
+    runs = [run._replace(begin=time.time()) for run in runs]
+    for run in runs:
+        (run.folder / "go").touch()
+    wait_for(runs, args.limit)
+    return {(run.name, run.kind): run for run in runs}
+
+
+def wait_for(runs, limit):
+    """Wait for ranks, a second longer than they wait for each other; look at them four times."""
+    begin, looks = time.time(), [limit - 1 + 0.2 * number for number in range(4)]
+    living = {pid: (run, rank) for run in runs for rank, pid in enumerate(run.ids)}
+    while living and time.time() < begin + limit + 1:
+        time.sleep(0.01)
+        for pid, (run, rank) in list(living.items()):
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                run.ends[rank] = time.time() - begin, os.waitstatus_to_exitcode(ended[1])
+                del living[pid]
+        if looks and time.time() > begin + looks[0]:
+            del looks[0]
+            for pid in living:
+                os.kill(pid, signal.SIGUSR1)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # none may see another one die, and say so
+        for pid in living:
+            os.kill(pid, number)
+    for pid in living:
+        os.waitpid(pid, 0)
+
+
+def be_forked(job, rank, run, args, nurse):
+    """Be one rank of a run, in a fork of the doctor, to its end."""
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until it leaves its stacks
+        os.close(nurse.stdin.fileno())
+        said = os.open(run.folder / f"said_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(said, number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        (run.folder / f"here_{rank}").touch()
+        while not (run.folder / "go").exists():
+            time.sleep(0.01)
+        be_a_rank(job, rank, run, args)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        if run.kind == "plain" and not (run.folder / f"calls_{rank}").exists():
+            write_calls(run.folder / f"calls_{rank}")
+    finally:
+        os._exit(code)
+
+
+def be_a_rank(job, rank, run, args):
+    """Join the group, let the tools in, and do the patient's job."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if run.kind == "detail" else "OFF"
+    dist.set_debug_level_from_env()  # a rank that torchrun starts has read it at its import
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed + rank)
+    store = dist.FileStore(str(run.folder / "store"), args.nproc)
+    place = {"store": store, "rank": rank, "world_size": args.nproc}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit), **place)
+    if run.kind == "plain":
+        leave_stacks(run.folder / f"stacks_{rank}")
+        leave_calls(run.folder / f"calls_{rank}", 0.6 * args.limit)
+    job(rank, args.nproc, args.steps, args.batch_size)
+
+
+def with_roll_call(job, line, seconds):
+    """Return the job with a roll call before this line of the script, as a reader would type it."""
+    source, first = inspect.getsourcelines(job)
+    here = source[line - first]
+    indent = here[: len(here) - len(here.lstrip())]
+    source.insert(line - first, f"{indent}call_the_roll({seconds})\n")
+    space = dict(globals())
+    exec(compile("\n" * (first - 1) + "".join(source), inspect.getfile(job), "exec"), space)
+    return space[job.__name__]
+
+
+# --- Read what the tools say ---
+
+
+def read_timeout(run, args):
+    """An error names its rank if it is about itself, and not about waiting for another."""
+    own = {}
+    for rank, (seconds, code) in run.ends.items():
+        if code and not WAITED.search(words := last_words(run.text(rank), code)):
+            own[rank] = words, seconds
+    if not own:
+        late = f"{len(run.ends)} ranks ended with an error, and none of them is about itself"
+        ends = [seconds for seconds, _ in run.ends.values()]
+        return Finding([], None, late if ends else "not a word", max(ends, default=None))
+    first = min(own)
+    return Finding(sorted(own), line_of_error(run.text(first)), *own[first])
+
+
+def last_words(text, code):
+    """Return the line that says why a rank has ended."""
+    if code < 0:
+        thrown = re.search(r"what\(\): *(.*)", text)
+        return f"{signal.Signals(-code).name} {thrown[1] if thrown else ''}".strip()
+    errors = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)", text, re.MULTILINE)
+    return errors[-1] if errors else "timed out without a word"
+
+
+def line_of_error(text):
+    """Return the line of the script at which a traceback ends."""
+    frames = re.findall(FRAME, text.rpartition("Traceback (most recent call last)")[2])
+    lines = [int(line) for file, line in frames if not file.startswith(LIBRARY)]
+    return lines[-1] if lines else None
+
+
+def read_stacks(run, args):
+    """The stacks name who has not arrived, or stands at another line; who moves is at work."""
+    looks = {rank: run.text(rank, "stacks").split("Stack (most") for rank in range(args.nproc)}
+    places = {rank: where(run.text(rank, "stacks")) for rank in looks}
+    if not any(places.values()):
+        return Finding([], None, "nobody is there any more", None)
+    seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in looks) - run.begin
+    named = not_arrived(places)
+    working = [rank for rank in named if places[rank] and places[rank][1] not in MEETINGS]
+    moving = [r for r in working if len({where(f"(most{look}") for look in looks[r][1:]}) > 1]
+    if moving:
+        return Finding([], None, f"rank {moving[0]} is late, but moves: it is at work", seconds)
+    return Finding(named, *at(named, places), seconds)
+
+
+def at(named, places):
+    """Return (line, words): where the first of the named ranks stands, and one of the others."""
+    if not named:
+        return None, "no rank is the odd one"
+    other = next(rank for rank in places if rank not in named)
+    told = {r: places[r] or ("no line", "nothing that it says") for r in (named[0], other)}
+    (line, call), (others_line, others_call) = told[named[0]], told[other]
+    words = f"rank {named[0]} stands at line {line}, in {call or 'its own code'}, "
+    words += f"and rank {other} at line {others_line}, in {others_call}"
+    return (line if places[named[0]] else None), words
+
+
+def read_recorder(run, args):
+    """The recorder names who has not come to the first call that is not the same on all ranks."""
+    paths = [run.folder / f"calls_{rank}" for rank in range(args.nproc)]
+    if not all(path.exists() for path in paths):
+        gone = [rank for rank, path in enumerate(paths) if not path.exists()]
+        return Finding([], None, f"rank {gone[0]} has left no calls", None)
+    seconds = max(path.stat().st_mtime for path in paths) - run.begin
+    calls = {rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)}
+    named, here = behind(calls), first_difference(calls)
+    if not named:
+        return Finding([], None, "no rank is the odd one", seconds)
+    line = here[named[0]] and here[named[0]][0]
+    other = next(rank for rank in here if rank not in named)
+    words = [f"{c[1]} at line {c[0]} in group {c[2]}" if c else "nothing" for c in here.values()]
+    told = f"rank {named[0]} calls {words[named[0]]}, and rank {other} {words[other]}"
+    return Finding(named, line, told, seconds)
+
+
+def read_analyzer(run, args):
+    """PyTorch's own analyzer names culprits, and ranks that are missing."""
+    paths = [run.folder / f"calls_{rank}" for rank in range(args.nproc)]
+    if not all(path.exists() for path in paths):
+        return Finding([], None, "it needs the calls of all ranks", None)
+    begin, report = time.time(), run.folder / "analysis"
+    if (pid := os.fork()) == 0:
+        analyze(paths, report)
+    os.waitpid(pid, 0)
+    text = report.read_text()
+    named = {int(rank) for rank in re.findall(r"Culprit rank (\d+)", text)}
+    for ranks in re.findall(r"missing ranks: \{(.*)\}", text):
+        named |= {int(rank) for rank in ranks.split(", ")}
+    words = re.findall("Culprit rank.*|missing ranks.*|^\\w+Error.*", text, re.MULTILINE)
+    dumped = max(path.stat().st_mtime for path in paths) - run.begin
+    seconds = dumped + time.time() - begin
+    lines = re.findall(rf"at {re.escape(__file__)}:(\d+)", text)
+    line = int(lines[0]) if lines else None
+    return Finding(sorted(named), line, "; ".join(words) or "it finds nothing", seconds)
+
+
+def analyze(paths, report):
+    """Let torch.distributed.flight_recorder read the ranks' calls, in their order; then leave.
+
+    gloo writes down its groups without their names, and the analyzer stops with a KeyError: we add
+    the names first.
+    """
+    for number in (1, 2):
+        os.dup2(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    try:
+        from torch.distributed.flight_recorder.components import builder, config_manager, loader
+
+        details = {path.name: loader.read_dump("calls_", str(path)) for path in paths}
+        for dump in details.values():
+            groups = {tuple(entry["process_group"]) for entry in dump["entries"]}
+            ranks = str(list(range(len(paths))))
+            dump["pg_config"] = {n: {"name": n, "desc": d, "ranks": ranks} for n, d in groups}
+        arguments = config_manager.JobConfig().parse_args([])
+        builder.build_db(details, arguments, str(dump["version"]))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
+def read_words(run, args):
+    """PyTorch's words name ranks: those in every pair that differs, or those that did not come."""
+    pairs, missing, asked = [], [], []
+    for rank in range(args.nproc):
+        text = run.text(rank)
+        pairs += re.findall(r"Rank (\d+) is running collective.*but Rank (\d+) is", text)
+        missing += re.findall(r"Ranks ([\d, ]+) failed to pass|Rank (\d+) failed to pass", text)
+        asked += re.findall(r"received errors while waiting for send/recv from rank (\d+)", text)
+    everywhere = set.intersection(*map(set, pairs)) if pairs else set()
+    named = everywhere or set(re.findall(r"\d+", str(missing))) or set(asked)
+    named = sorted(map(int, named))
+    ends = [seconds for seconds, _ in run.ends.values()]
+    pattern = r"Detected mismatch.*|\[Rank 0\]: Rank.*|Rank \d+ successfully reached.*"
+    words = re.findall(pattern, "\n".join(run.text(rank) for rank in range(args.nproc)))
+    crashed = [c for _, c in run.ends.values() if c < 0]
+    other = f"killed by {signal.Signals(-crashed[0]).name}" if crashed else "nothing of its own"
+    line = line_of_error(run.text(named[0])) if everywhere and named else None
+    return Finding(named, line, words[0] if words else other, max(ends, default=None))
+
+
+READERS = (read_timeout, read_stacks, read_recorder, read_analyzer, read_words, read_words)
+
+
+# --- Examine patients, and judge the tools ---
+
+
+def examine(names, tools, args):
+    """Return {patient: {tool: Finding}}, and the patients whose ranks have all come to the end."""
+    import warnings
+
+    import torch._dynamo  # noqa: F401  optimizers and DDP want it: once here, and not in each rank
+
+    warnings.filterwarnings("ignore", ".*use of fork")  # no thread of ours holds a lock
+    kinds = dict.fromkeys(["plain", *(RUN_OF[tool] for tool in tools)])
+    kinds.pop("roll_call", None)  # it needs to know the line before which to call the roll
+    jobs = [(name, kind, job_of(name)) for name in names for kind in kinds]
+    runs = {}
+    with ward() as (folder, nurse):
+        for first in range(0, len(jobs), 4):  # more at once would get in each other's way
+            runs |= treat(jobs[first : first + 4], args, folder, nurse)
+        if "roll_call" in tools:
+            jobs = [called_in(runs[name, "plain"], args) for name in names]
+            for first in range(0, len(jobs), 4):
+                runs |= treat(jobs[first : first + 4], args, folder, nurse)
+        read = dict(zip(TOOLS, READERS, strict=True))
+        found = {n: {t: read[t](runs[n, RUN_OF[t]], args) for t in tools} for n in names}
+    ends = {name: runs[name, "plain"].ends.values() for name in names}
+    return found, [name for name in names if [code for _, code in ends[name]] == [0] * args.nproc]
+
+
+def job_of(name):
+    """Return the job of a patient, or the healthy one."""
+    return PATIENTS[name].job if name in PATIENTS else healthy
+
+
+def called_in(run, args):
+    """Return (patient, kind of run, job): the roll is called before the line where most stand."""
+    job = job_of(run.name)
+    source, first = inspect.getsourcelines(job)
+    places = [where(run.text(rank, "stacks")) for rank in range(args.nproc)]
+    lines = [p[0] if p else line_of_error(run.text(r)) for r, p in enumerate(places)]
+    lines = Counter(line for line in lines if line and first <= line < first + len(source))
+    line = lines.most_common(1)[0][0] if lines else first + len(source) - 1
+    return run.name, "roll_call", with_roll_call(job, line, args.limit - 1)
+
+
+def truth(name, world_size):
+    """Return (the guilty ranks, the number of the line that gives them away)."""
+    if name not in PATIENTS:
+        return set(), None
+    source, first = inspect.getsourcelines(PATIENTS[name].job)
+    text = PATIENTS[name].line
+    lines = [first + index for index, line in enumerate(source) if text and text in line]
+    return {rank % world_size for rank in PATIENTS[name].guilty}, lines[0] if lines else None
+
+
+def verdict(finding, guilty, world_size):
+    """Return what a tool's words are worth: it names guilty ranks only, an innocent, or nobody."""
+    if not finding.ranks or len(finding.ranks) == world_size:
+        return "nothing"
+    return "guilty" if guilty.issuperset(finding.ranks) else "victim"
+
+
+def advice(findings):
+    """Return (ranks, words): where do they stand, what have they called, how do they differ?"""
+    for tool in ("stacks", "recorder", "detail", "timeout"):
+        finding = findings.get(tool)
+        if finding and (finding.ranks or "moves" in finding.words):
+            return finding.ranks, finding.words
+    return [], "no tool names anybody"
+
+
+def cells(name, findings, guilty, world_size):
+    """Return {tool: its cell of the matrix}, if these ranks are the guilty ones."""
+    rows = {}
+    for tool, found in findings.items():
+        rows[tool] = {"verdict": verdict(found, guilty, world_size)} | found._asdict()
+    return rows
+
+
+def wrong_in(name, findings, world_size, ended):
+    """Return what is wrong with the tools' findings about a patient: a list of sentences."""
+    guilty, line = truth(name, world_size)
+    row = cells(name, findings, guilty, world_size)
+    turned = cells(name, findings, set(range(world_size)) - guilty, world_size)
+    wrong = []
+    if (name in ended) != (name == "healthy"):
+        wrong.append(f"{name} {'comes' if name in ended else 'does not come'} to its end")
+    for tool, cell in row.items():
+        right = EXPECTED.get(name, "nothing " * len(TOOLS)).split()[TOOLS.index(tool)]
+        if cell["verdict"] != right and world_size <= 4:
+            wrong.append(f"{name}: {tool} says {cell['verdict']}, and not {right} as measured")
+        if cell["verdict"] == "guilty" and turned[tool]["verdict"] != "victim":
+            wrong.append(f"{name}: the verdict on {tool} does not depend on who is guilty")
+    lines = [cell["line"] for cell in row.values() if cell["verdict"] == "guilty"]
+    if len(row) == len(TOOLS) and guilty and line not in lines:
+        wrong.append(f"{name}: no tool names line {line} of rank {min(guilty)}")
+    if len(row) == len(TOOLS) and set(advice(findings)[0]) != guilty:
+        wrong.append(f"{name}: the advice is {advice(findings)}")
+    return wrong
+
+
+def main(args):
+    """Be one rank of a patient, or the doctor; return the verdict, the claim, and the numbers."""
+    if "RANK" in os.environ:
+        return be_one_of_a_job(args)
+    names = list(PATIENTS) if args.patient == "all" else [args.patient]
+    tools = TOOLS if args.tool == "all" else (args.tool,)
+    found, ended = examine(dict.fromkeys(["healthy", *names]), tools, args)
+    wrong, matrix, told = [], {}, {}
+    for name, findings in found.items():
+        wrong += wrong_in(name, findings, args.nproc, ended)
+        if name in names:
+            matrix[name] = cells(name, findings, truth(name, args.nproc)[0], args.nproc)
+            told[name] = advice(findings)[0]
+            print_row(name, matrix[name], advice(findings), args)
+    named = [n for n, row in matrix.items() if any(c["verdict"] == "guilty" for c in row.values())]
+    numbers = {"lesson": 19, "world_size": args.nproc, "backend": "gloo", "device": "cpu"}
+    numbers |= {"matrix": matrix, "named": named, "advice": told}
+    return not wrong, "; ".join(wrong) or claim_of(names, matrix, args), numbers
+
+
+def print_row(name, row, advised, args):
+    """Print what each tool says about a patient, and the advice."""
+    print(f"{name} on {args.nproc} ranks, which wait {args.limit} s for each other: who is it?")
+    for tool, cell in row.items():
+        when = "never" if cell["seconds"] is None else f"{cell['seconds']:.1f} s"
+        print(f"    {tool:11} {cell['verdict']:9} {when:7} {cell['words'][:100]}")
+    ranks, words = advised
+    who = ", ".join(map(str, ranks)) or "nobody"
+    print(f"    advice: {who}: {words[:100]}", flush=True)
+
+
+def claim_of(names, matrix, args):
+    """Return the claim that holds."""
+    parts = []
+    for name in names:
+        guilty, line = truth(name, args.nproc)
+        tools = [t for t, c in matrix[name].items() if c["verdict"] == "guilty"]
+        who = f"rank {', '.join(map(str, sorted(guilty)))}, line {line}," if guilty else "nobody"
+        parts.append(f"{name}: {who} named by {', '.join(tools) or 'no tool'}")
+    return "; ".join(parts)
+
+
+def be_one_of_a_job(args):
+    """Be one rank of a patient that torchrun has started; it hangs, or fails, as in life."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed + rank)
+    job_of(args.patient)(rank, world_size, args.steps, args.batch_size)
+    dist.destroy_process_group()
+    numbers = {"lesson": 19, "world_size": world_size, "matrix": {}, "named": [], "advice": {}}
+    return not truth(args.patient, world_size)[0], f"{args.patient} has come to its end", numbers
+
+
+def parse_args(argv=None):
+    """Return the flags; a bad one costs one line and exit code 2, before any rank has started."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    parser.allow_abbrev = False
+    one = {"choices": [*PATIENTS, "healthy", "all"], "metavar": "NAME", "default": "early_stop"}
+    parser.add_argument("--patient", **one, help=f"{', '.join(PATIENTS)}, or all: %(default)s")
+    one = {"choices": [*TOOLS, "all"], "metavar": "NAME", "default": "all"}
+    parser.add_argument("--tool", **one, help=f"{', '.join(TOOLS)}, or all: %(default)s")
+    ranks = "ranks, three at least: of two that differ, neither is the odd one: %(default)s"
+    parser.add_argument("--nproc", type=whole(3, 8), default=3, help=ranks)
+    wait = "seconds that ranks wait for each other: %(default)s"
+    parser.add_argument("--limit", type=whole(2, 60), default=3, help=wait)
+    steps = "steps before the trouble: %(default)s"
+    parser.add_argument("--steps", type=whole(2, 10**4), default=3, help=steps)
+    rows = "rows of a batch: %(default)s"
+    parser.add_argument("--batch-size", type=whole(2, 10**4), default=8, help=rows)
+    parser.add_argument("--seed", type=whole(0, 2**31), default=0, help="%(default)s")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args(argv)
+    if "RANK" in os.environ and args.patient == "all":
+        parser.error("argument --patient: one rank of a job has one patient, and not all")
+    return args
+
+
+# --- The frame: the same in every lesson ---
+
+
+def whole(low, high):
+    """Return a type for add_argument: a whole number from `low` to `high`."""
+
+    def number(text):
+        if not (text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+            limits = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{limits}, not {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def conclude(passed, claim, numbers, as_json):
+    """Let rank 0 print the verdict as the last line, or before the JSON; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("PASS" if passed else "FAIL", claim)
+        if as_json:
+            print(json.dumps(numbers | {"passed": passed}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    sys.exit(conclude(*main(args), args.json))

@@ -1,0 +1,247 @@
+"""Lesson 19: ten jobs that hang or fail; what each tool says is measured, and PASS means it."""
+
+import inspect
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import lesson_19_hang_clinic as lesson
+import psutil
+import pytest
+from breaks import check_breaks, verdict_of_warm_run
+from conftest import ENVIRONMENT, finish, run_lesson, run_warm, start_lesson, start_program
+
+PLACES = 'places = {rank: where(run.text(rank, "stacks")) for rank in looks}'
+CELL = '{"verdict": verdict(found, guilty, world_size)}'
+
+BREAKS = {
+    "a patient that is healthy": ("if step >= steps and loss < 0.01:", "if step > 2 * steps:"),
+    "another rank is the guilty one": (
+        "scale = 0.01 if rank == world_size - 1 else",
+        "scale = 0.01 if rank == 1 else",
+    ),
+    "the stacks are not asked for": ('        leave_stacks(run.folder / f"stacks_{rank}")\n', ""),
+    "the stacks are those of rank 0": (PLACES, PLACES.replace("text(rank", "text(0")),
+    "the stacks come from the first ranks only": (PLACES, PLACES.replace("in looks", "in [0, 1]")),
+    "the guilty rank is taken to be with the most": (
+        "if said[rank] != most]",
+        "if said[rank] == most]",
+    ),
+    "the recorder is read without its last call": (
+        '.get("entries", []):',
+        '.get("entries", [])[:-1]:',
+    ),
+    "the recorder writes nothing": (
+        "    Path(path).write_bytes(torch._C._distributed_c10d._dump_fr_trace())",
+        "    pass",
+    ),
+    "the analyzer reads the ranks in another order": (
+        "str(path)) for path in paths}",
+        "str(path)) for path in reversed(paths)}",
+    ),
+    "the analyzer is not mended": ('dump["pg_config"] = {n:', 'dump["pg_names"] = {n:'),
+    "DETAIL is not set": ('"DETAIL" if run.kind == "detail" else "OFF"', '"OFF"'),
+    "the roll is called elsewhere": ("line = lines.most_common(1)[0][0] if lines else", "line ="),
+    "nobody calls the roll": (
+        "    dist.monitored_barrier(gloo_group, timedelta(seconds=seconds), wait_all_ranks=True)",
+        "    pass",
+    ),
+    "the matrix is written and not measured": (
+        CELL,
+        '{"verdict": dict(zip(TOOLS, EXPECTED.get(name, "nothing " * 6).split()))[tool]}',
+    ),
+    "a tool names whom it likes": (
+        '    return "guilty" if guilty.issuperset(finding.ranks) else "victim"',
+        '    return "guilty"',
+    ),
+}
+FOR_FOUR = {name: BREAKS[name] for name in list(BREAKS)[:8]}
+
+
+def test_each_break_ends_in_fail():
+    check_breaks(19, BREAKS, 3, "--limit", 2)
+
+
+def test_breaks_of_reading_end_in_fail_on_four_ranks_too():
+    check_breaks(19, FOR_FOUR, 4, "--limit", 2)
+
+
+OTHERS = {  # patient and tool: (text in the script, text in its place)
+    ("slow_rank", "stacks"): ("    if moving:", "    if False:"),
+    ("validation", "all"): ("calls.append((lines[0] if lines else None", "calls.append((None"),
+    ("other_shape", "timeout"): ("len(data)", "last"),
+    ("dead_loader", "timeout"): ("if index == self.too_large:", "if index == -1:"),
+    ("unused_branch", "recorder"): ("            rare.zero_()\n", "            pass\n"),
+    ("group_order", "recorder"): ("        work.reverse()\n", "        pass\n"),
+}
+
+
+def test_breaks_of_other_patients_end_in_fail(tmp_path):
+    source = Path(lesson.__file__).read_text()
+    for (patient, tool), (part, other) in OTHERS.items():
+        assert source.count(part) == 1, part
+        place = tmp_path / f"{patient}.py", source.replace(part, other)
+        passed, claim = verdict_of_warm_run(place, ["--patient", patient, "--tool", tool])
+        assert not passed and patient in claim, claim
+
+
+# --- The script ---
+
+
+@pytest.mark.claim("B7")
+def test_default_run(default_run):
+    result = default_run(19).json
+    row = result["matrix"]["early_stop"]
+    assert " ".join(cell["verdict"] for cell in row.values()) == lesson.EXPECTED["early_stop"]
+    assert (result["named"], result["advice"]) == (["early_stop"], {"early_stop": [2]})
+    line = lesson.truth("early_stop", 3)[1]
+    assert inspect.getsource(lesson).splitlines()[line - 1].strip() == "dist.barrier()"
+    assert [row[tool]["line"] for tool in ("stacks", "recorder", "detail")] == [line] * 3
+    assert all(cell["words"] and cell["seconds"] > 0 for cell in row.values())
+
+
+@pytest.mark.slow
+@pytest.mark.claim("B7")
+@pytest.mark.parametrize("nproc", (3, 4))
+def test_the_whole_matrix(nproc):
+    result = run_lesson(19, "--patient", "all", "--nproc", nproc, "--json").json
+    matrix = {name: [c["verdict"] for c in row.values()] for name, row in result["matrix"].items()}
+    assert matrix == {name: words.split() for name, words in lesson.EXPECTED.items()}
+    guilty = {name: sorted(lesson.truth(name, nproc)[0]) for name in lesson.PATIENTS}
+    assert (result["passed"], result["advice"]) == (True, guilty)
+    assert set(result["named"]) == set(lesson.PATIENTS) - {"slow_rank"}
+
+
+def under_torchrun(patient, *flags, env=ENVIRONMENT):
+    """Start a patient as a reader does by hand; return how it has ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    command += ["--local-addr=127.0.0.1", lesson.__file__, "--patient", patient, *flags]
+    env = env | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return finish(start_program(*command, env=env))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patient", [*lesson.PATIENTS, "healthy"])
+def test_patients_hang_or_fail_under_torchrun_as_well(patient):
+    flags = ["--limit", "20"] if patient == "slow_rank" else []
+    if patient == "group_order":
+        pytest.skip("it waits for half an hour")
+    ended = under_torchrun(patient, *flags)
+    ill = patient in lesson.PATIENTS and patient != "slow_rank"
+    assert (ended.returncode != 0) == ill, ended.stderr
+    assert ill or f"PASS {patient} has come to its end" in ended.stdout
+
+
+@pytest.mark.slow
+def test_what_the_page_says_about_detail_holds_under_torchrun():
+    ended = under_torchrun(
+        "uneven_batches", env=ENVIRONMENT | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert "SIGSEGV" in ended.stderr
+    ended = under_torchrun("early_stop", env=ENVIRONMENT | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    said = re.findall(r"Rank (\d) is running collective.*but Rank (\d) is", ended.stderr)
+    assert set.intersection(*map(set, said)) == {"2"}
+
+
+def test_flags_that_do_not_fit(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    for flags, words in (
+        ("--nproc 2", "from 3 to 8"),
+        ("--patient nobody", "invalid choice: 'nobody'"),
+        ("--tool hammer", "invalid choice: 'hammer'"),
+        ("--limit 1", "from 2 to 60"),
+        ("--patient all", "one rank of a job has one patient"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            lesson.parse_args(flags.split())
+        assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+# --- Whatever happens, nothing is left ---
+
+
+def end_in_the_middle(process, signal_number, folder):
+    """Send a signal while ranks run; return who of all processes still lives, and what is left."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(folder.rglob("here_*"))) < 12:
+        time.sleep(0.02)
+    assert len(list(folder.rglob("here_*"))) == 12, "the ranks of two jobs, in two ways"
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal_number)
+    process.communicate(timeout=60)
+    _, living = psutil.wait_procs(started, timeout=10)
+    left = [path.name for path in folder.iterdir()]  # torch makes an empty folder, and leaves it
+    return living, [name for name in left if not name.startswith("torchinductor_")]
+
+
+@pytest.mark.parametrize("signal_number", (signal.SIGINT, signal.SIGKILL), ids=("INT", "KILL"))
+def test_an_end_in_the_middle_leaves_nothing(signal_number, tmp_path):
+    env = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    if signal_number == signal.SIGINT:
+        process = start_lesson(19, "--patient", "dead_loader", env=env)
+    else:
+        process = start_program(sys.executable, lesson.__file__, env=env)
+    assert end_in_the_middle(process, signal_number, tmp_path) == ([], [])
+
+
+# --- The technique ---
+
+
+def test_who_has_not_arrived():
+    waits, elsewhere = (10, "all_reduce"), (20, "barrier")
+    for places, named in (
+        ([waits, waits, elsewhere], [2]),
+        ([elsewhere, waits, waits], [0]),
+        ([waits, waits, (30, "send")], [2]),
+        ([(30, "send"), (30, "send"), waits], [0, 1]),  # not the one that waits for them
+        ([waits, None, (7, "")], [1, 2]),
+        ([waits, waits, waits], []),
+        ([waits, elsewhere], []),  # of two, neither is the odd one
+    ):
+        assert lesson.not_arrived(dict(enumerate(places))) == named, places
+
+
+def test_who_is_behind():
+    a, b, c = (1, "all_reduce", "0", ""), (2, "barrier", "0", ""), (3, "broadcast", "0", "")
+    for calls, named in (
+        ([[a, b], [a, b], [a]], [2]),
+        ([[a, c, b], [a, b], [a, b]], [0]),
+        ([[], [], [a]], [0, 1]),
+        ([[a], [a], [a]], []),
+        ([[a], [b]], []),
+    ):
+        assert lesson.behind(dict(enumerate(calls))) == named, calls
+
+
+PROJECT = """
+
+import os
+import time
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+rank = dist.get_rank()
+stacks, calls = (f"{os.environ['OUT']}/{what}_{rank}" for what in ("stacks", "calls"))
+leave_stacks(stacks, 0.5)
+leave_calls(calls, 0.5)
+dist.all_reduce(torch.ones(3))
+try:
+    dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(3))  # it hangs here
+except RuntimeError:
+    print(where(Path(stacks).read_text())[1], calls_in(Path(calls).read_bytes())[-1][1])
+"""
+
+
+def test_the_technique_runs_in_a_project_of_ones_own(tmp_path, monkeypatch):
+    """By its own clock, that is without a signal."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    source = Path(lesson.__file__).read_text()
+    technique = source.partition("# --- The technique ---")[2].partition("# --- The patients ---")[
+        0
+    ]
+    imports = [line for line in source.splitlines() if re.match("import |from .* import ", line)]
+    (tmp_path / "own.py").write_text("\n".join(imports) + technique + PROJECT)
+    said = [stdout.strip() for _, stdout in run_warm(tmp_path / "own.py", 3)]
+    assert said == ["all_reduce all_reduce"] * 2 + ["barrier barrier"]
