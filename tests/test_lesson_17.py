@@ -47,8 +47,6 @@ BREAKS = {
     ),
     "buffers with each micro-batch": ("        if self.buffers_differ:\n", "        if True:\n"),
     "from the first layer on": ("into_buckets(trained[::-1],", "into_buckets(trained,"),
-    "one bucket for all": ("bucket_mb * 2**20)", "2**40)"),
-    "a bucket for each parameter": (">= limit:", ">= 0:"),
     "a shared weight twice": (
         "trained = [p for p in module.parameters() if p.requires_grad]",
         "trained = [p for m in module.modules() for p in m.parameters(recurse=False)]\n"
