@@ -303,6 +303,16 @@ def test_judge_never_raises_and_never_hangs():
     assert nbtools.judge(lambda attempt: attempt(), lambda: 1 / 0).startswith("not yet: ZeroDiv")
     assert nbtools.judge(hang, 3, deadline=0.3).startswith("not yet: it had not finished after 0.3")
 
+    def says_late():
+        raise RuntimeError("\nthe reason")
+
+    def says_nothing():
+        raise RuntimeError
+
+    late = "RuntimeError: the reason"
+    assert nbtools.judge(lambda attempt: attempt(), says_late) == f"not yet: {late}"
+    assert nbtools.judge(lambda attempt: attempt(), says_nothing) == "not yet: RuntimeError"
+
     def stub():
         raise NotImplementedError
 
@@ -319,6 +329,18 @@ def test_judge_never_raises_and_never_hangs():
     assert said.startswith(f"not yet: {words}")
     said = nbtools.judge(lambda attempt: nbtools.run(attempt, 1), not_on_this_device)
     assert said.startswith(f"not yet: rank 0: {words}")
+
+
+# --- show_difference ---
+
+
+def test_a_line_that_is_only_indented_is_no_difference(tmp_path):
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text("def f():\n    one()\n    two()\n")
+    new.write_text("def f():\n    for _ in range(2):\n        one()\n    three()\n")
+    lines = nbtools.show_difference(old, new).data.splitlines()[1:-1]
+    said = [" def f():", "+    for _ in range(2):", "         one()", "-    two()", "+    three()"]
+    assert lines == said
 
 
 # --- record and the pictures ---
@@ -418,6 +440,13 @@ def test_lanes_draw_each_span_where_and_as_long_as_it_was(recorded, no_window):
         "rank 0, gloo",
         "rank 1, gloo",
     ]
+
+
+def test_a_label_does_not_stand_outside_of_axes_that_are_cut(no_window):
+    span = pictures.Span("rank 0, gloo", "send", "all_reduce 1", 0, 1)
+    (axes,) = pictures.lanes([span], "title").axes
+    (label,) = axes.texts
+    assert label.get_clip_on()
 
 
 def test_waits_are_the_gaps_in_which_gloo_works():

@@ -30,11 +30,18 @@ def show(*things):
 def show_difference(old, new):
     """Return what has to change in the source of `old` to get that of `new`, as Markdown.
 
-    Lines that begin with `-` go, lines that begin with `+` come; all other lines stay.
+    Lines that begin with `-` go, lines that begin with `+` come; all other lines stay, but may be
+    indented differently.
     """
     before, after = _source(old).splitlines(), _source(new).splitlines()
-    lines = difflib.unified_diff(before, after, n=len(before) + len(after), lineterm="")
-    return _code("diff", "\n".join(list(lines)[3:]))  # without the names of files and the range
+    words = [[line.strip() for line in lines] for lines in (before, after)]
+    shown = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes():
+        if kind == "equal":
+            shown += [f" {line}" for line in after[c:d]]
+        else:
+            shown += [f"-{line}" for line in before[a:b]] + [f"+{line}" for line in after[c:d]]
+    return _code("diff", "\n".join(shown))
 
 
 def _source(thing):
@@ -115,7 +122,8 @@ def judge(check, attempt, deadline=120):
     except RankFailed as error:
         problem = str(error)  # "rank 1: ValueError: ..."
     except (Exception, SystemExit) as error:
-        problem = f"{type(error).__name__}: {error}"
+        words = str(error).strip()  # its first line may be empty
+        problem = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if problem is None:
         return "correct"
     lines = (problem.strip() or "it is wrong").splitlines()

@@ -134,7 +134,7 @@ def _label(axes, bars, start):
         if hidden or len(text) > room or height < least:
             continue
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box}
+        style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box, "clip_on": True}
         axes.text(((span.begin + span.end) / 2 - start) * 1e3, middle, text, **style)
 
 

@@ -72,17 +72,18 @@ LIMIT = 2 * (16 * 16 + 16) * 8  # bytes of two of the layers in float64
 class Watch:
     """A model in a job of this rank, and the order of what happens to it: `events`.
 
-    An event is the number of a layer whose weight has its gradient, or ("sent", bytes).
+    An event is the number of a layer whose weight has its gradient, or ("sent", bytes). `calls`:
+    how many all-reduces a step needs.
     """
 
-    def __init__(self):
+    def __init__(self, calls):
         torch.manual_seed(0)
         self.model = Chain().double()
         self.twin, self.events = copy.deepcopy(self.model), []
         note = self.events.append
         for number, layer in enumerate(self.model.layers):
             layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: note(n))
-        self.late = lesson.Late(1)
+        self.late = lesson.Late(calls)
 
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         self.events.append(("sent", tensor.nbytes))
@@ -90,6 +91,10 @@ class Watch:
 
     def sent(self):
         return [event[1] for event in self.events if isinstance(event, tuple)]
+
+    def sent_before(self, layer):
+        """Return how many all-reduces begin before the gradient of a layer's weight is there."""
+        return sum(isinstance(event, tuple) for event in self.events[: self.events.index(layer)])
 
     def off(self, micro_batches, order):
         """Return how far the gradients are from the mean over all ranks."""
@@ -133,30 +138,37 @@ def rows_of(rank, seed):
     return torch.randn(8, 16, generator=generator, dtype=torch.float64)
 
 
+SIZES = [LIMIT] * 3  # bytes of the buckets
+
+
+def wrong_in_sending(watch, off):
+    """Return what is wrong with a step that sends buckets, about a rank, or None."""
+    sent = watch.sent()
+    if off < 1e-12 and not sent:
+        return " calls nothing by the name dist.all_reduce, the only one that this check sees"
+    if not off < 1e-12:
+        return off_by(off)
+    if sent != SIZES:
+        return f" begins {len(sent)} all-reduces, of {sent} bytes; the buckets have {SIZES}"
+    if watch.sent_before(3) < 1 or watch.sent_before(1) < 2:
+        return " lets a bucket wait that is full: the next layer has its gradient before it leaves"
+    if watch.late.blocking:
+        return " waits before all buckets have left: use async_op=True, and wait in finish()"
+    return None
+
+
 def examine_overlapped(rank, world_size, attempt):
     """Make two steps with the attempt; return the first problem of any rank, or None."""
-    watch = Watch()
-    buckets = lesson.into_buckets([*watch.model.parameters()][::-1], LIMIT)
-    total = sum(p.nbytes for p in watch.model.parameters())
+    watch = Watch(len(SIZES))
     with examined(watch):
         finish = attempt(watch.model, LIMIT)
         for step in (1, 2):
-            rows, problem = rows_of(rank, step), None
+            rows = rows_of(rank, step)
             watch.model.zero_grad()
             watch.events.clear()
             mse_loss(watch.model(rows), rows.flip(1)).backward()
             finish()
-            off, sent = watch.off([rows], range(6)), watch.sent()
-            first = next((n for n, e in enumerate(watch.events) if isinstance(e, tuple)), 99)
-            if not off < 1e-12:
-                problem = off_by(off)
-            elif len(sent) > len(buckets) or sum(sent) > total:
-                budget = f"the budget is {len(buckets)} and {total}"
-                problem = f" begins {len(sent)} all-reduces of {sum(sent)} bytes; {budget}"
-            elif first > watch.events.index(0):
-                problem = "'s first all-reduce begins after the backward of the first layer"
-            elif watch.late.begun and watch.late.blocking > 0:
-                problem = " waits in the hook: use async_op=True"
+            problem = wrong_in_sending(watch, watch.off([rows], range(6)))
             if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
                 return problem
     return None
@@ -221,36 +233,28 @@ def pausable(model, limit):
 
 
 def examine_pausable(rank, world_size, attempt):
-    """Add up three micro-batches in each of two steps, with an error between; return a problem."""
-    watch, total = Watch(), None
-    total = sum(p.nbytes for p in watch.model.parameters())
-    buckets = lesson.into_buckets([*watch.model.parameters()][::-1], LIMIT)
+    """Add up three micro-batches in each of two steps, the second with an error; find a problem."""
+    watch = Watch(len(SIZES))
     with examined(watch):
         finish, no_sync = attempt(watch.model, LIMIT)
         for step in (1, 2):
-            parts, problem = [rows_of(rank, 10 * step + part) for part in range(3)], None
+            parts = [rows_of(rank, 10 * step + part) for part in range(3)]
             watch.model.zero_grad()
             watch.events.clear()
             for rows in parts[:2]:
                 with no_sync():
                     mse_loss(watch.model(rows), rows.flip(1)).backward()
             early = watch.sent()
+            if step == 2:
+                with contextlib.suppress(ValueError), no_sync():
+                    raise ValueError
+            watch.events.clear()
             mse_loss(watch.model(parts[2]), parts[2].flip(1)).backward()
-            inside = len(watch.sent())
             finish()
-            off, sent = watch.off(parts, range(6)), watch.sent()
-            if early:
-                problem = f" sends {sum(early)} bytes inside no_sync"
-            elif not off < 1e-12:
-                problem = off_by(off)
-            elif len(sent) > len(buckets) or sum(sent) > total:
-                problem = f" begins {len(sent)} all-reduces; the budget is {len(buckets)}"
-            elif inside == 0:
-                problem = " sends nothing before finish(): the overlap is lost"
+            problem = wrong_in_sending(watch, watch.off(parts, range(6)))
+            problem = f" sends {sum(early)} bytes inside no_sync" if early else problem
             if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
                 return f"{problem}, after an error inside no_sync" if step == 2 else problem
-            with contextlib.suppress(ValueError), no_sync():
-                raise ValueError
     return None
 
 
@@ -286,28 +290,29 @@ def average_each(model):
 
 
 def examine_average_each(rank, world_size, attempt):
-    """Let ranks call layers in the same order, then in others; return a problem, or None."""
-    watch = Watch()
+    """Let ranks call layers in the same order twice, then in others; return a problem, or None."""
+    watch = Watch(12)
     total = sum(p.nbytes for p in watch.model.parameters())
-    orders = {"the same order": [*range(6)]}
-    orders["another order"] = [*range(rank % 3, 6), *range(rank % 3)]
+    turned = [*range(rank % 3, 6), *range(rank % 3)]
+    orders = {"first step": [*range(6)], "the same order": [*range(6)], "another order": turned}
     with examined(watch):
         finish = attempt(watch.model)
         for name, order in orders.items():
             rows, problem = rows_of(rank, 1), None
             watch.model.zero_grad()
             watch.events.clear()
+            watch.late.blocking = 0
             mse_loss(watch.model(rows, order), rows.flip(1)).backward()
-            last = max(watch.events.index(number) for number in range(6))
-            early = sum(isinstance(event, tuple) for event in watch.events[:last])
             finish()
-            off, sent = watch.off([rows], order), watch.sent()
+            off, sent, early = watch.off([rows], order), watch.sent(), watch.sent_before(2)
             if not off < 1e-12:
                 problem = off_by(off)
             elif sum(sent) > total or len(sent) > 12:
                 problem = f" sends {sum(sent)} bytes in {len(sent)} messages; it needs {total}"
-            elif name == "the same order" and early < 6:
-                problem = f" begins only {early} all-reduces before the last gradient"
+            elif name == "the same order" and early < 4:
+                problem = f" begins only {early} all-reduces before layer 2 has its gradient"
+            elif name == "the same order" and watch.late.blocking:
+                problem = " waits before all have left: use async_op=True, and wait in finish()"
             if problem := of_any_rank(problem and f"{name}: rank {rank}{problem}"):
                 return problem
     return None

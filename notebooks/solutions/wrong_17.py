@@ -39,15 +39,65 @@ def nobody_waits(model, limit):
     return lambda: None
 
 
-def waits_in_the_hook(model, limit):
-    with_wait = dist.all_reduce
+def synchronous(flat, async_op):
+    dist.all_reduce(flat)
+    return torch.futures.collect_all([])
 
-    def blocking(tensor, async_op=False):
-        with_wait(tensor)
-        return torch.futures.collect_all([])
 
-    dist.all_reduce = blocking
-    return overlapped(model, limit)
+def waited_for(flat, async_op):
+    dist.all_reduce(flat, async_op=True).wait()
+    return torch.futures.collect_all([])
+
+
+def by_another_name(flat, async_op):
+    return lesson.all_reduce(flat, async_op=async_op)  # as after `from … import all_reduce`
+
+
+def hooked(send=None, hold=0, largest=None, forgets=False):
+    """Return an answer to task 3 that sends by `send`, and when `hold` gradients are here."""
+
+    def pausable(model, limit):
+        buckets = lesson.into_buckets([*model.parameters()][::-1], largest or limit)
+        ready, sent, paused = set(), [], []
+
+        @contextlib.contextmanager
+        def no_sync():
+            paused.append(1)
+            try:
+                yield
+            except ValueError:
+                if not forgets:
+                    paused.clear()
+                raise
+            paused.clear()
+
+        def on_gradient(p):
+            if not paused:
+                ready.add(p)
+            for bucket in buckets[len(sent) :] if len(ready) >= hold else []:
+                if not ready.issuperset(bucket):
+                    break
+                flat = torch.cat([p.grad.flatten() for p in bucket])
+                sent.append((bucket, flat, (send or dist.all_reduce)(flat, async_op=True)))
+
+        def finish():
+            for bucket, flat, work in sent:
+                work.wait()
+                flat /= dist.get_world_size()
+                for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                    p.grad.copy_(part.view_as(p))
+            ready.clear(), sent.clear()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(on_gradient)
+        return finish, no_sync
+
+    return pausable
+
+
+def without_pause(pausable):
+    """Return it as an answer to task 2."""
+    return lambda model, limit: pausable(model, limit)[0]
 
 
 def only_once(model, limit):
@@ -127,30 +177,6 @@ def never_again(model, limit):
     return finish, contextlib.nullcontext
 
 
-def forgets_after_an_error(model, limit):
-    paused = []
-    register = torch.nn.Parameter.register_post_accumulate_grad_hook
-
-    class Hooked:
-        def __init__(self, parameter):
-            self.p = parameter
-
-    def register_unless_paused(p, hook):
-        return register(p, lambda p: None if paused else hook(p))
-
-    torch.nn.Parameter.register_post_accumulate_grad_hook = register_unless_paused
-    finish = overlapped(model, limit)
-    torch.nn.Parameter.register_post_accumulate_grad_hook = register
-
-    @contextlib.contextmanager
-    def no_sync():
-        paused.append(1)
-        yield
-        paused.pop()
-
-    return finish, no_sync
-
-
 def throws_away(model, limit):
     finish = overlapped(model, limit)
 
@@ -207,7 +233,46 @@ def all_gathered(model):
     return finish
 
 
-RIGHT = {"overlapped": [right_with_counters]}  # other right answers
+def each_by(send=None, hold=0, learns=False):
+    """Return an answer to task 4, which may learn the order from rank 0's first step."""
+
+    def average_each(model):
+        order, ready, works = [*model.parameters()][::-1], [], []
+        known = [] if learns else [1]
+
+        def begin(p):
+            works.append((p, (send or dist.all_reduce)(p.grad, async_op=True)))
+
+        def on_gradient(p):
+            ready.append(p)
+            while known and len(ready) >= hold and len(works) < 12:
+                if not any(p is order[len(works)] for p in ready):
+                    break
+                begin(order[len(works)])
+
+        def finish():
+            if not known:
+                names = list(map(id, model.parameters()))
+                numbers = torch.tensor([names.index(id(p)) for p in ready])
+                dist.broadcast(numbers, 0)
+                order[:] = [[*model.parameters()][n] for n in numbers]
+                known.append(1)
+                for p in order:
+                    begin(p)
+            for p, work in works:
+                work.wait()
+                p.grad /= dist.get_world_size()
+            ready.clear(), works.clear()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(on_gradient)
+        return finish
+
+    return average_each
+
+
+# Other right answers.
+RIGHT = {"overlapped": [right_with_counters], "average_each": [each_by(learns=True)]}
 
 WRONG = {
     "buckets_of_ddp": {
@@ -216,11 +281,15 @@ WRONG = {
         "closed before the limit": (13, "how many layers reach the other one"),
     },
     "overlapped": {
-        "after backward": (after_backward, "after the backward of the first layer"),
+        "after backward": (after_backward, "lets a bucket wait"),
         "one by one": (one_by_one, "begins 12 all-reduces"),
-        "from the first layer on": (in_forward_order, "after the backward of the first layer"),
+        "from the first layer on": (in_forward_order, "lets a bucket wait"),
         "nobody waits": (nobody_waits, "away from the mean"),
-        "waits in the hook": (waits_in_the_hook, "waits in the hook"),
+        "not asynchronous": (without_pause(hooked(synchronous)), "waits before all buckets"),
+        "waits in the hook": (without_pause(hooked(waited_for)), "waits before all buckets"),
+        "held back": (without_pause(hooked(hold=11)), "lets a bucket wait"),
+        "one bucket": (without_pause(hooked(largest=2**40)), "begins 1 all-reduces"),
+        "by another name": (without_pause(hooked(by_another_name)), "calls nothing by the name"),
         "only once": (only_once, "step 2: rank 0's gradient is"),
         "the sum": (the_sum, "with 2 ranks: step 1: rank 0's gradient is"),
         "for two ranks": (for_two_ranks, "with 3 ranks: step 1: rank 0's gradient is"),
@@ -228,13 +297,19 @@ WRONG = {
     },
     "pausable": {
         "sends each time": (sends_each_time, "bytes inside no_sync"),
-        "without overlap": (never_again, "the overlap is lost"),
-        "forgets after an error": (forgets_after_an_error, "after an error inside no_sync"),
+        "without overlap": (never_again, "lets a bucket wait"),
+        "not asynchronous": (hooked(synchronous), "waits before all buckets"),
+        "in the last hook": (hooked(hold=12), "lets a bucket wait"),
+        "one bucket": (hooked(largest=2**40), "begins 1 all-reduces"),
+        "forgets after an error": (hooked(forgets=True), "after an error inside no_sync"),
         "throws gradients away": (throws_away, "away from the mean"),
     },
     "average_each": {
         "as given": (as_given, "another order: rank 0's gradient is"),
         "all at the end": (all_at_the_end, "begins only 0 all-reduces"),
+        "not asynchronous": (each_by(synchronous), "waits before all have left"),
+        "waits in the hook": (each_by(waited_for), "waits before all have left"),
+        "held back": (each_by(hold=11), "begins only 0 all-reduces"),
         "twice the bytes": (all_gathered, "it needs 13056"),
     },
 }

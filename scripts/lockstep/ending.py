@@ -117,7 +117,8 @@ def reason(error):
     """Return the type of an exception and the first line of its message, at most 300 letters."""
     lines = traceback.format_exception_only(error)
     text = next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place
-    return in_plain_words(text.strip().splitlines()[0])[:300]
+    text = re.sub(r"^(\S+:)\s*\n\s*", r"\1 ", text.strip())  # its first line may be empty
+    return in_plain_words(text.splitlines()[0])[:300]
 
 
 def in_plain_words(text):
