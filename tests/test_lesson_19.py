@@ -1,7 +1,9 @@
 """Lesson 19: ten jobs that hang or fail; what each tool says is measured, and PASS means it."""
 
 import inspect
+import json
 import os
+import pickle
 import re
 import signal
 import sys
@@ -12,7 +14,8 @@ import lesson_19_hang_clinic as lesson
 import psutil
 import pytest
 from breaks import check_breaks, verdict_of_warm_run
-from conftest import ENVIRONMENT, finish, run_lesson, run_warm, start_lesson, start_program
+from conftest import ENVIRONMENT, ROOT, finish, run_lesson, run_warm, start_lesson, start_program
+from nbtools import RankFailed
 
 PLACES = 'places = {rank: where(run.text(rank, "stacks")) for rank in looks}'
 CELL = '{"verdict": verdict(found, guilty, world_size)}'
@@ -71,7 +74,10 @@ def test_breaks_of_reading_end_in_fail_on_four_ranks_too():
 
 OTHERS = {  # patient and tool: (text in the script, text in its place)
     ("slow_rank", "stacks"): ("    if moving:", "    if False:"),
-    ("validation", "all"): ("calls.append((lines[0] if lines else None", "calls.append((None"),
+    ("validation", "all"): (
+        "line = lines[0] if lines else None\n        calls[",
+        "line = None\n        calls[",
+    ),
     ("other_shape", "timeout"): ("len(data)", "last"),
     ("dead_loader", "timeout"): ("if index == self.too_large:", "if index == -1:"),
     ("unused_branch", "recorder"): ("            rare.zero_()\n", "            pass\n"),
@@ -127,8 +133,6 @@ def under_torchrun(patient, *flags, env=ENVIRONMENT):
 @pytest.mark.parametrize("patient", [*lesson.PATIENTS, "healthy"])
 def test_patients_hang_or_fail_under_torchrun_as_well(patient):
     flags = ["--limit", "20"] if patient == "slow_rank" else []
-    if patient == "group_order":
-        pytest.skip("it waits for half an hour")
     ended = under_torchrun(patient, *flags)
     ill = patient in lesson.PATIENTS and patient != "slow_rank"
     assert (ended.returncode != 0) == ill, ended.stderr
@@ -149,7 +153,7 @@ def test_what_the_page_says_about_detail_holds_under_torchrun():
 def test_flags_that_do_not_fit(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     for flags, words in (
-        ("--nproc 2", "from 3 to 8"),
+        ("--nproc 2", "from 3 to 4"),
         ("--patient nobody", "invalid choice: 'nobody'"),
         ("--tool hammer", "invalid choice: 'hammer'"),
         ("--limit 1", "from 2 to 60"),
@@ -199,6 +203,9 @@ def test_who_has_not_arrived():
         ([(30, "send"), (30, "send"), waits], [0, 1]),  # not the one that waits for them
         ([waits, None, (7, "")], [1, 2]),
         ([waits, waits, waits], []),
+        ([(9, ""), (9, ""), elsewhere], [2]),  # wait() has no stack: most stand at one line
+        ([(9, "all_gather_object"), (9, "all_gather_object"), elsewhere], [2]),
+        ([(9, "isend"), (9, "isend"), elsewhere], [0, 1]),
         ([waits, elsewhere], []),  # of two, neither is the odd one
     ):
         assert lesson.not_arrived(dict(enumerate(places))) == named, places
@@ -213,35 +220,50 @@ def test_who_is_behind():
         ([[a], [a], [a]], []),
         ([[a], [b]], []),
     ):
-        assert lesson.behind(dict(enumerate(calls))) == named, calls
+        calls = {rank: dict(enumerate(own)) for rank, own in enumerate(calls)}
+        assert lesson.behind(calls) == named, calls
 
 
-PROJECT = """
-
-import os
-import time
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-rank = dist.get_rank()
-stacks, calls = (f"{os.environ['OUT']}/{what}_{rank}" for what in ("stacks", "calls"))
-leave_stacks(stacks, 0.5)
-leave_calls(calls, 0.5)
-dist.all_reduce(torch.ones(3))
-try:
-    dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(3))  # it hangs here
-except RuntimeError:
-    print(where(Path(stacks).read_text())[1], calls_in(Path(calls).read_bytes())[-1][1])
-"""
+def test_a_recorder_that_has_forgotten_its_oldest_calls_is_compared_by_number():
+    call = (1, "all_reduce", "0", "")
+    calls = {0: {7: call, 8: call}, 1: {7: call, 8: call}, 2: {6: call, 7: call}}
+    assert lesson.first_difference(calls) == {0: call, 1: call, 2: None}
+    assert lesson.behind(calls) == [2]
 
 
-def test_the_technique_runs_in_a_project_of_ones_own(tmp_path, monkeypatch):
-    """By its own clock, that is without a signal."""
-    monkeypatch.setenv("OUT", str(tmp_path))
+def page_block(start):
+    """Return the first block of code in the texts of the page that begins so."""
+    page = json.loads((ROOT / "notebooks" / "lesson_19_hang_clinic.ipynb").read_text())
+    texts = ["".join(c["source"]) for c in page["cells"] if c["cell_type"] == "markdown"]
+    blocks = [b for text in texts for b in re.findall("```python\n(.*?)```", text, re.DOTALL)]
+    return next(block for block in blocks if block.startswith(start))
+
+
+def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys):
+    """By its own clock, that is without a signal. Then the files name the rank."""
     source = Path(lesson.__file__).read_text()
-    technique = source.partition("# --- The technique ---")[2].partition("# --- The patients ---")[
-        0
-    ]
+    technique = source.partition("# --- The technique ---")[2].partition("# --- The patients")[0]
     imports = [line for line in source.splitlines() if re.match("import |from .* import ", line)]
-    (tmp_path / "own.py").write_text("\n".join(imports) + technique + PROJECT)
-    said = [stdout.strip() for _, stdout in run_warm(tmp_path / "own.py", 3)]
-    assert said == ["all_reduce all_reduce"] * 2 + ["barrier barrier"]
+    (tmp_path / "traces.py").write_text("\n".join(imports) + technique)
+    script = page_block("import os").replace("300)", "0.5)").replace("minutes=10", "seconds=2")
+    assert script.count("0.5)") == 2 and "seconds=2" in script
+    script = script.replace("/shared/hang", str(tmp_path / "hang"))
+    (tmp_path / "train.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{script}"
+    )
+    with pytest.raises(RankFailed):
+        run_warm(tmp_path / "train.py", 3)
+    args = lesson.parse_args(["--files", str(tmp_path / "hang")])
+    passed, claim, _ = lesson.main(args)
+    assert (passed, claim) == (True, "rank 0 is named")
+    said = capsys.readouterr().out
+    assert "rank 0 stands at line" in said and "in barrier" in said, said
+
+
+def test_files_that_name_nobody(tmp_path, capsys):
+    assert lesson.main(lesson.parse_args(["--files", str(tmp_path)]))[0] is False
+    (tmp_path / "stacks_0").write_text("")
+    (tmp_path / "stacks_1").write_text("")
+    (tmp_path / "calls_0").write_bytes(pickle.dumps({"entries": []}))
+    assert lesson.tell(tmp_path) == [1]
+    assert "rank 1 has no stack" in capsys.readouterr().out

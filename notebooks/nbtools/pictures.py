@@ -260,6 +260,7 @@ VERDICTS = {  # word: (face colour, hatch)
     "guilty": ("#009E73", ""),
     "victim": ("#E69F00", "////"),
     "nothing": ("#FFFFFF", ""),
+    "crash": ("#999999", "xxxx"),
 }
 
 
