@@ -16,18 +16,25 @@ NO_END = "it does not come to its end, or not on all ranks"
 
 
 def examine(rank, world_size, attempt):
-    """Do the repaired job; return (what it returned, what is wrong on this rank)."""
+    """Do the repaired job; return (what it returned, what is wrong here, batches through DDP)."""
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
     place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), **place)
     dist.barrier()
     torch.manual_seed(rank)
+    batches = []
+
+    def see(module, args):
+        if isinstance(module, DistributedDataParallel):
+            batches.append([tuple(row) for row in args[0].tolist()])
+
+    nn.modules.module.register_module_forward_pre_hook(see)
     try:
         returned = attempt(rank, world_size, STEPS, ROWS)
     except RuntimeError as error:
         if lesson.WAITED.search(str(error)):
-            return None, NO_END
+            return None, NO_END, batches
         raise
     store.set(f"end of rank {rank}", "")
     try:
@@ -36,13 +43,14 @@ def examine(rank, world_size, attempt):
         healthy = total.item() == world_size
     except RuntimeError:
         healthy = False
-    return returned, None if healthy else "the ranks do not leave the job together"
+    return returned, None if healthy else "the ranks do not leave the job together", batches
 
 
 def on_two_and_three(attempt, problem_of):
     """Return None if an attempt ends on 2 and 3 ranks, and brings what it should.
 
-    problem_of(world_size, [what each rank has returned]) returns one sentence, or None.
+    problem_of(world_size, [what each rank has returned], [its batches through DDP]) returns one
+    sentence, or None.
     """
     for nproc in (2, 3):
         try:
@@ -50,8 +58,9 @@ def on_two_and_three(attempt, problem_of):
         except RankFailed as error:
             lost = any(words in str(error) for words in ("no answer", "onnect", "SIGABRT"))
             return f"with {nproc} ranks: {NO_END if lost else error}"
-        wrong = [problem for _, problem in ends if problem]
-        problem = wrong[0] if wrong else problem_of(nproc, [returned for returned, _ in ends])
+        returned, wrong, batches = zip(*ends, strict=True)
+        wrong = [problem for problem in wrong if problem]
+        problem = wrong[0] if wrong else problem_of(nproc, returned, batches)
         if problem:
             return f"with {nproc} ranks: {problem}"
     return None
@@ -67,7 +76,7 @@ def mean_loss(rank, world_size, steps, rows):
     return (loss / world_size).item()
 
 
-def problem_of_mean(world_size, returned):
+def problem_of_mean(world_size, returned, _):
     losses = []
     for rank in range(world_size):
         torch.manual_seed(rank)
@@ -100,7 +109,7 @@ def stop_together(rank, world_size, steps, rows):
     return step
 
 
-def problem_of_stop(world_size, returned):
+def problem_of_stop(world_size, returned, _):
     right = {2: 7, 3: 6}[world_size]
     if len(set(returned)) > 1:
         return f"the ranks stop at steps {returned}"
@@ -135,14 +144,16 @@ def train_uneven(rank, world_size, steps, rows):
     return model.module.weight.tolist(), seen
 
 
-def problem_of_training(world_size, returned):
-    weights, seen = zip(*returned, strict=True)
+def problem_of_training(world_size, returned, batches):
+    weights, _ = zip(*returned, strict=True)
     if any(weight != weights[0] for weight in weights):
         return "the ranks end with different weights"
     least = world_size * STEPS * ROWS
-    if sum(seen) < least:
-        return f"only {sum(seen)} rows are trained on; {least} divide without a rest"
-    return None
+    rows = {row for own in batches for batch in own for row in batch}
+    if len(rows) < least:
+        return f"only {len(rows)} different rows go through DDP; {least} divide without a rest"
+    fewest = min(len(own) for own in batches)
+    return None if fewest >= STEPS else f"a rank trains {fewest} batches; {STEPS} were asked for"
 
 
 def check_train_uneven(attempt):
@@ -150,31 +161,48 @@ def check_train_uneven(attempt):
     return on_two_and_three(attempt, problem_of_training)
 
 
-# --- Task 4: repair ---
+# --- Task 4: diagnose ---
+
+CLASSES = ("a call too many", "a call too few", "another order", "another size", "dead", "slow")
 
 
-def add_up_both(rank, world_size, steps, rows):
-    """Add up two tensors, each in a group of its own, in one order on all ranks."""
-    limit = timedelta(seconds=2)
-    dense, sparse = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
-    work = [(dense, torch.full((rows,), 1.0 + rank)), (sparse, torch.full((rows,), 10.0 + rank))]
-    for group, tensor in work:
-        dist.all_reduce(tensor, group=group)
-    return [tensor[0].item() for _, tensor in work]
+def stranger(rank, world_size, steps, rows):
+    """The job that has left the files. Whoever reads this has the answer."""
+    weights = torch.zeros(4)
+    for step in range(2 * steps):
+        batch = torch.randn(rows, 4)
+        if step == steps and rank == 1:
+            batch[0] = 100
+        gradient, largest = batch.mean(0), batch.abs().amax(0)
+        if largest.max() > 50:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            print(f"rows as large as {largest.max():.0f}")
+        dist.all_reduce(gradient)
+        weights -= 0.1 * gradient / world_size
+    dist.barrier()
 
 
-def problem_of_both(world_size, returned):
-    ranks = sum(range(world_size))
-    right = [world_size + ranks, 10 * world_size + ranks]
-    for rank, sums in enumerate(returned):
-        if list(sums) != right:
-            return f"rank {rank} has the sums {list(sums)}, and not {right}"
-    return None
+def diagnosis():
+    """Return (the rank, the text of its line, the class of the mistake)."""
+    return 1, "dist.all_reduce(largest, dist.ReduceOp.MAX)", "a call too many"
 
 
-def check_add_up_both(attempt):
-    """Return None if all ranks get both sums."""
-    return on_two_and_three(attempt, problem_of_both)
+def check_diagnosis(attempt):
+    """Return None if rank, line and class are those of the job that has left the files."""
+    answer = attempt()
+    if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[1], str):
+        return "three things are wanted: a rank, a line as text, a class"
+    rank, line, kind = answer
+    if rank != 1:
+        return "another rank has parted from the rest"
+    line = "".join(line.split())
+    if line == "dist.all_reduce(gradient)":
+        return "the rank is right; at this line it waits in the end, and the calls parted earlier"
+    if line != "dist.all_reduce(largest,dist.ReduceOp.MAX)":
+        return "the rank is right, the line is another one"
+    if kind not in CLASSES:
+        return f"the class is one of: {', '.join(CLASSES)}"
+    return None if kind == "a call too many" else "rank and line are right, the class is another"
 
 
 # What test_contract.py asks: (check, solution) of each task.
@@ -182,7 +210,7 @@ TASKS = {
     "mean_loss": (check_mean_loss, mean_loss),
     "stop_together": (check_stop_together, stop_together),
     "train_uneven": (check_train_uneven, train_uneven),
-    "add_up_both": (check_add_up_both, add_up_both),
+    "diagnosis": (check_diagnosis, diagnosis),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -199,8 +227,8 @@ HINTS = {
         "Each backward is one call for all. Either all ranks get the same number of batches, or "
         "those that have no batch any more take part without one: DDP has a context for that."
     ),
-    "add_up_both": (
-        "Write down, for each rank, the group of its first call and that of its second. Which "
-        "line makes two of the lists differ?"
+    "diagnosis": (
+        "A stack shows where a rank waits in the end. Which files tell where the ranks parted? "
+        "Then ask which ranks ever come to that line."
     ),
 }

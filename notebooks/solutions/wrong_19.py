@@ -169,42 +169,64 @@ def without_the_rest(*job):
     return train(*job, lambda batches: [batch for batch in batches if len(batch) == 8])
 
 
+def rows_of_rank_zero(rank, world_size, steps, rows):
+    torch.manual_seed(0)
+    data, seen = torch.randn(world_size * steps * rows + 1, 4), 0
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in data[0::world_size].split(rows):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        seen += len(batch)
+    dist.barrier()
+    return model.module.weight.tolist(), seen
+
+
+def without_ddp(rank, world_size, steps, rows):
+    torch.manual_seed(0)
+    return nn.Linear(4, 1).weight.tolist(), world_size * steps * rows
+
+
+def one_step_for_all(rank, world_size, steps, rows):
+    return train_in_one(rank, world_size, steps * rows)
+
+
+def train_in_one(rank, world_size, count):
+    torch.manual_seed(0)
+    data = torch.randn(world_size * count + 1, 4)[rank * count : (rank + 1) * count]
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    model(data).square().mean().backward()
+    return model.module.weight.tolist(), count
+
+
 # --- Task 4 ---
 
 
-def both_as_given(rank, world_size, steps, rows, before=lambda: None):
-    limit = timedelta(seconds=2)
-    dense, sparse = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
-    work = [(dense, torch.full((rows,), 1.0 + rank)), (sparse, torch.full((rows,), 10.0 + rank))]
-    before()
-    for group, tensor in reversed(work) if rank == world_size - 1 else work:
-        dist.all_reduce(tensor, group=group)
-    return [tensor[0].item() for _, tensor in work]
+def by_the_stacks():
+    return 1, "dist.all_reduce(gradient)", "a call too many"
 
 
-def both_after_a_barrier(*job):
-    return both_as_given(*job, dist.barrier)
+def the_one_that_waits():
+    return 0, "dist.barrier()", "a call too few"
 
 
-def both_in_one_group(rank, world_size, steps, rows):
-    work = [torch.full((rows,), 1.0 + rank), torch.full((rows,), 10.0 + rank)]
-    for tensor in reversed(work) if rank == world_size - 1 else work:
-        dist.all_reduce(tensor)
-    return [tensor[0].item() for tensor in work]
+def another_line():
+    return 1, "dist.barrier()", "a call too many"
 
 
-def both_as_one(rank, world_size, steps, rows):
-    """A right attempt: both travel in one call."""
-    both = torch.tensor([1.0 + rank, 10.0 + rank])
-    dist.all_reduce(both)
-    return both.tolist()
+def another_class():
+    return 1, "dist.all_reduce(largest, dist.ReduceOp.MAX)", "another order"
+
+
+def only_a_rank():
+    return 1
 
 
 RIGHT = {
     "mean_loss": [mean_by_reduce],
     "stop_together": [with_average],
     "train_uneven": [with_join, without_the_rest],
-    "add_up_both": [both_as_one],
 }
 
 WRONG = {
@@ -226,11 +248,16 @@ WRONG = {
     "train_uneven": {
         "as given": (train_as_given, HANGS),
         "not synchronised": (without_synchronising, "the ranks end with different weights"),
-        "one batch": (one_batch_only, "only 16 rows are trained on"),
+        "one batch": (one_batch_only, "only 16 different rows go through DDP"),
+        "one rank's rows": (rows_of_rank_zero, "different rows go through DDP"),
+        "no DDP": (without_ddp, "only 0 different rows"),
+        "one step": (one_step_for_all, "a rank trains 1 batches"),
     },
-    "add_up_both": {
-        "as given": (both_as_given, HANGS),
-        "a barrier": (both_after_a_barrier, HANGS),
-        "one group": (both_in_one_group, "rank 0 has the sums"),
+    "diagnosis": {
+        "stacks": (by_the_stacks, "waits in the end"),
+        "a victim": (the_one_that_waits, "another rank has parted"),
+        "another line": (another_line, "the line is another one"),
+        "another class": (another_class, "the class is another"),
+        "a rank alone": (only_a_rank, "three things are wanted"),
     },
 }
