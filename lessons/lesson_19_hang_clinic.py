@@ -911,12 +911,14 @@ def read_files(folder):
 
 def be_one_of_a_job(args):
     """Be one rank of a patient that torchrun has started; it hangs, or fails, as in life."""
+    import torch._dynamo  # noqa: F401  as above: its import may take longer than our clocks
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.files:
         os.makedirs(args.files, exist_ok=True)
-        leave_stacks(f"{args.files}/stacks_{rank}", 0.8 * args.limit)
-        leave_calls(f"{args.files}/calls_{rank}", 0.8 * args.limit)
+        leave_stacks(f"{args.files}/stacks_{rank}", 0.5 * args.limit)
+        leave_calls(f"{args.files}/calls_{rank}", 0.5 * args.limit)
     torch.manual_seed(args.seed + rank)
     job_of(args.patient)(rank, world_size, args.steps, args.batch_size)
     dist.destroy_process_group()
