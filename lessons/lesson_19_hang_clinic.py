@@ -73,8 +73,8 @@ def where(text):
 def not_arrived(places):
     """Return the ranks of {rank: where(...)} that do not wait for all; if all do, the odd one."""
     away = [rank for rank, place in places.items() if not place or place[1] not in MEETINGS]
-    there = {places[rank] for rank in away} - {None}
-    waiting = len(there) == 1 and next(iter(there))[1] not in PAIRS  # at one line, without a stack?
+    there = {places[rank] for rank in away}
+    waiting = len(there) == 1 and (there.pop() or ("", "send"))[1] not in PAIRS  # without a stack?
     if 2 * len(away) > len(places) and waiting:
         return odd(places)
     return away if len(away) < len(places) and away else odd(places)
@@ -911,7 +911,7 @@ def read_files(folder):
 
 def be_one_of_a_job(args):
     """Be one rank of a patient that torchrun has started; it hangs, or fails, as in life."""
-    import torch._dynamo  # noqa: F401  as above: its import may take longer than our clocks
+    import torch._dynamo  # as above: its import may take longer than our clocks
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit))
     rank, world_size = dist.get_rank(), dist.get_world_size()
