@@ -386,6 +386,9 @@ def test_no_hint_tells_the_number(lesson, examined):
 def test_notebook_has_its_tasks_unsolved(lesson):
     judged = [(source, printed(cell)) for source, cell in cells(lesson) if "print(judge(" in source]
     assert len(judged) >= 3
+    names = re.findall(r"judge\([\w.]+, (\w+)\)", "\n".join(source for source, _ in judged))
+    known = {ast.literal_eval(task) for task in literal(lesson, "TASKS").keys}
+    assert set(names) <= known, "by these names the site finds the solutions"
     for source, output in judged:
         assert re.match(r"(not attempted|no guess yet|not yet: )", output), source
     code = "\n".join(source for source, _ in cells(lesson))

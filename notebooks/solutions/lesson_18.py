@@ -73,7 +73,7 @@ def examine_part_of_the_sum(rank, world_size, attempt):
     return found
 
 
-def check_part_of_the_sum(attempt):
+def check_my_part_of_the_sum(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else one sentence about it."""
     for nproc in (2, 3):
         for rank, cases in enumerate(run(examine_part_of_the_sum, nproc, attempt, deadline=30)):
@@ -200,7 +200,7 @@ def cut(whole, count, rank, ranks):
 
 TASKS = {
     "kept_by_eight": (check_kept_by_eight, kept_by_eight),
-    "part_of_the_sum": (check_part_of_the_sum, my_part_of_the_sum),
+    "my_part_of_the_sum": (check_my_part_of_the_sum, my_part_of_the_sum),
     "forward_by_shards": (check_forward_by_shards, forward_by_shards),
     "resume": (check_resume, resume),
 }
@@ -210,7 +210,7 @@ HINTS = {
         "In stage 2 one of the three kinds is whole on every rank. The page has printed the number "
         "of parameters; Adam has two averages for each."
     ),
-    "part_of_the_sum": (
+    "my_part_of_the_sum": (
         "Send to your neighbour the part that has the longest way to go, and add to your own what "
         "comes. After how many turns has each part visited everybody?"
     ),

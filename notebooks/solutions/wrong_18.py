@@ -138,7 +138,7 @@ def new_moments(saved, count, rank, ranks):
 
 
 RIGHT = {
-    "part_of_the_sum": [by_all_to_all],
+    "my_part_of_the_sum": [by_all_to_all],
     "forward_by_shards": [in_a_function, by_broadcasts, by_a_list, and_waits],
 }
 
@@ -149,7 +149,7 @@ WRONG = {
         "four ranks": (round(kept_by_eight * 14 / 11), "one of four ranks"),
         "one average": (round(kept_by_eight * 10 / 11), "Adam's two averages"),
     },
-    "part_of_the_sum": {
+    "my_part_of_the_sum": {
         "no sum": (own_part, "does not return its part of the sum"),
         "all-reduce": (by_all_reduce, "are enough"),
         "gloo's own": (by_gloo, "are enough"),
