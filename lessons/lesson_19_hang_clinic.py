@@ -906,7 +906,8 @@ def read_files(folder):
     named = tell(folder)
     numbers = {"lesson": 19, "matrix": {}, "named": named, "advice": {}}
     ranks = ", ".join(map(str, named))
-    return bool(named), f"rank {ranks} is named" if named else "these files name nobody", numbers
+    claim = f"rank {ranks} is named" if named else f"nobody is named by stacks_* in {folder}"
+    return bool(named), claim, numbers
 
 
 def be_one_of_a_job(args):
