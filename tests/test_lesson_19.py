@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -224,6 +225,21 @@ def test_who_is_behind():
     ):
         calls = {rank: dict(enumerate(own)) for rank, own in enumerate(calls)}
         assert lesson.behind(calls) == named, calls
+
+
+def test_calls_are_written_again_and_again(monkeypatch):
+    """Nobody knows when a job will hang: a file of minute ten says nothing about hour three."""
+    written, twice = [], threading.Event()
+
+    def write(path):
+        written.append(path)
+        if len(written) == 2:
+            twice.set()
+            sys.exit()  # the thread
+
+    monkeypatch.setattr(lesson, "write_calls", write)
+    lesson.leave_calls("calls_0", 0.01)
+    assert twice.wait(30) and written == ["calls_0"] * 2
 
 
 def test_a_recorder_that_has_forgotten_its_oldest_calls_is_compared_by_number():
