@@ -896,7 +896,8 @@ def claim_of(names, matrix, args):
         tools = [tool for tool, c in matrix[name].items() if c["verdict"] == "guilty"]
         exact = [tool for tool in tools if matrix[name][tool]["line"] == line]
         who = f"rank {', '.join(map(str, sorted(guilty)))}" if guilty else "nobody guilty"
-        part = f"{name}: {who}, named by {', '.join(tools) or 'no tool'}"
+        by = f"named by {', '.join(tools)}" if tools else f"not named by {', '.join(matrix[name])}"
+        part = f"{name}: {who}, {by}"
         parts.append(part + (f"; line {line} by {', '.join(exact)}" if exact else ""))
     return "; ".join(parts)
 
