@@ -59,14 +59,17 @@ def leave_stacks(path, seconds=300):
 
 
 def where(text):
-    """Return (your line, the library's function that it has called) of the last stack in `text`."""
-    called = ""
-    stack = text.rpartition("(most recent call first):")[2]
-    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
-        if not file.startswith((*LIBRARY, "<")):
-            return int(line), called
-        if function != "wrapper" and not function.startswith("_"):
-            called = function
+    """Return (your line, the library's function that it has called) of the last stack in `text`.
+
+    A stack without a line of yours, as of a process that ends, does not count.
+    """
+    for stack in reversed(text.split("(most recent call first):")):
+        called = ""
+        for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
+            if not file.startswith((*LIBRARY, "<")):
+                return int(line), called
+            if function != "wrapper" and not function.startswith("_"):
+                called = function
     return None
 
 
