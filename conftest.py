@@ -108,32 +108,41 @@ def watch_ports(launcher, found):
         time.sleep(0.25)  # a look takes 20 ms of a processor
 
 
-@pytest.fixture(scope="session")
-def lesson_run(tmp_path_factory):
-    """Return a function: lesson_run(3, "--steps", 5) is `lesson_03.sh --json --steps 5` on CPUs.
+def run_once(number, *flags):
+    """Return what `lesson_NN.sh --json` with these flags does on CPUs.
 
     It is run once for all who ask in this session of pytest: tests, also those in other processes
-    of pytest-xdist, and, if it succeeds, the notebooks' launch(). The first test that asks runs it.
+    of pytest-xdist, and, if it succeeds, the notebooks' launch(). Who asks first runs it.
     """
+    words = [str(flag) for flag in flags]
+    with open(file_of_run(os.environ["LOCKSTEP_RUNS"], number, words), "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = file.read()
+        if not known:
+            with tempfile.TemporaryDirectory(prefix="a folder with a space ") as folder:
+                run = run_and_watch(number, words, Path(folder))
+            honest = run.returncode == 0 and not GPUS_ARE_HERE  # a notebook would use them
+            known = json.dumps({**vars(run), "for_notebooks_of": str(ROOT) if honest else None})
+            file.write(known)
+    facts = json.loads(known)
+    run = Finished(*(facts[name] for name in ("args", "returncode", "stdout", "stderr")))
+    run.open_ports = facts["open_ports"]
+    return run
 
-    def run_once(number, *flags):
-        words = [str(flag) for flag in flags]
-        with open(file_of_run(os.environ["LOCKSTEP_RUNS"], number, words), "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            known = file.read()
-            if not known:
-                run = run_and_watch(number, words, tmp_path_factory.mktemp("a folder with a space"))
-                honest = run.returncode == 0 and not GPUS_ARE_HERE  # a notebook would use them
-                facts = {**vars(run), "for_notebooks_of": str(ROOT) if honest else None}
-                known = json.dumps(facts)
-                file.write(known)
-        facts = json.loads(known)
-        run = Finished(*(facts[name] for name in ("args", "returncode", "stdout", "stderr")))
-        run.open_ports = facts["open_ports"]
-        return run
 
+@pytest.fixture(scope="session")
+def lesson_run():
+    """Return run_once: lesson_run(3, "--steps", 5) is `lesson_03.sh --json --steps 5`."""
     return run_once
+
+
+def pytest_runtest_setup(item):
+    """Run the lesson that a notebook's cell is about to launch, where tests will find the run."""
+    if item.path.suffix == ".ipynb" and not GPUS_ARE_HERE:
+        launched = re.search(r"\blaunch\((\d+)(, nproc=2)?\)", item.cell.source)
+        if launched:
+            run_once(int(launched[1]))
 
 
 def run_and_watch(number, words, folder):

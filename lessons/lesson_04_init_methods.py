@@ -258,6 +258,8 @@ def start_all(args):
         if args.method == "store":  # as with torchrun, the ranks find a store that another holds
             server = open_store(place, 0, args.nproc)
             os.environ[AGENT] = "True"
+        elif args.method == "file":  # closed last: when two close it at once, it may stay
+            server = open_store(place, 0, args.nproc)
         try:
             reports, wrong = wait_for_all(args, place, folder)
         finally:

@@ -2,7 +2,7 @@
 
     python tests/examine_lesson.py 02 03
 
-test_contract.py starts it once for all lessons that share a framework: so torch starts once here
+test_tasks.py starts it once for all lessons that share a framework: so torch starts once here
 and once for the ranks, and each lesson is imported once for its bad flags and for all attempts at
 its tasks. A line of stderr tells what is being tried, for the case that it never ends.
 """

@@ -197,7 +197,7 @@ def watch_threads(found):
     return mock.patch.object(lesson, "parallel_apply", apply)
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "devices_with_rows": (check_devices_with_rows, devices_with_rows),
     "ScalesInputs": (check_scales_inputs, ScalesInputs),

@@ -301,7 +301,7 @@ def check_my_ddp(attempt):
     return None
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "rows_in_a_step": (check_rows_in_a_step, rows_in_a_step),
     "megabytes_handed_in": (check_megabytes_handed_in, megabytes_handed_in),

@@ -154,7 +154,7 @@ def accuracy_of_one_process(seed, images, labels):
     return (answers == labels).double().mean().item()
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "images_dealt": (check_images_dealt, images_dealt),
     "balanced_accuracy": (check_balanced_accuracy, balanced_accuracy),

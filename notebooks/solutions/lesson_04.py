@@ -230,7 +230,7 @@ def check_take_rank(attempt, patience=5):
     return None if sums == [7] * 3 else f"three real processes got the sums {sums} by their ranks"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "barrier": (check_barrier, barrier),
     "connections": (check_connections, connections),

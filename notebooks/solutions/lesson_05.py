@@ -220,7 +220,7 @@ def wrong_steps(found, wanted):
     return None
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "factor_of_the_last_rank": (check_factor_of_the_last_rank, factor_of_the_last_rank),
     "mean_loss": (check_mean_loss, mean_loss),

@@ -206,7 +206,7 @@ def check_bytes_of_rows(guess):
     return "it is one row of the table for each position that this tower has, padding as well"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "result_of_the_graph": (check_result_of_the_graph, result_of_the_graph),
     "split_rows": (check_split_rows, split_rows),

@@ -243,7 +243,7 @@ def check_ranks(attempt, nproc):
     return None
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "gradient_of_means": (check_gradient_of_means, gradient_of_means),
     "parallel_do_at_once": (check_parallel_do_at_once, parallel_do_at_once),

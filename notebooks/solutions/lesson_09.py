@@ -225,7 +225,7 @@ def check_forwards_that_send(guess):
     return "write a list of the ten, and ask for each: had the one before it gradients?"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "variance_of_all_rows": (check_variance_of_all_rows, variance_of_all_rows),
     "statistics_of_all_images": (check_statistics_of_all_images, statistics_of_all_images),

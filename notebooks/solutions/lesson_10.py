@@ -364,7 +364,7 @@ def check_job_6(number_of):
     return check_number(number_of, 6)
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "ratio_of_weights": (check_ratio_of_weights, ratio_of_weights),
     "loss_for_backward": (check_loss_for_backward, loss_for_backward),

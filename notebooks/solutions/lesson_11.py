@@ -189,7 +189,7 @@ def check_bus_bandwidth(guess):
     return "take the bytes that each GPU sends, by the formula of the ring, and divide by the time"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "seconds_of": (check_seconds_of, seconds_of),
     "share_of_limit": (check_share_of_limit, share_of_limit),

@@ -151,7 +151,7 @@ def check_count_positive(attempt):
     return None
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "bytes_of_rank_1": (check_bytes_of_rank_1, bytes_of_rank_1),
     "micro_batches_for_10_percent": (check_micro_batches, micro_batches_for_10_percent),

@@ -209,7 +209,7 @@ def check_parts_for_40_gb(guess):
     return "fits, but what happens to the sums of a replica if you take more parts than you need?"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "megabytes_handed_in": (check_megabytes_handed_in, megabytes_handed_in),
     "look_up": (check_look_up, look_up),

@@ -113,7 +113,7 @@ def check_what_to_change(guess):
     return None
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "rank_there": (check_rank_there, rank_there),
     "number_the_ranks": (check_number_the_ranks, number_the_ranks),

@@ -201,7 +201,7 @@ def check_last_bytes(guess):
     return "at this size doubling and its first rival need the same time: write both as formulas"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "everybody": (check_everybody, everybody),
     "my_ring": (check_my_ring, my_ring),

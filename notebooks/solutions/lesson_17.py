@@ -323,7 +323,7 @@ def check_average_each(attempt):
     return on_ranks(examine_average_each, attempt)
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "buckets_of_ddp": (check_buckets_of_ddp, buckets_of_ddp),
     "overlapped": (check_overlapped, overlapped),

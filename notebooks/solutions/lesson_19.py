@@ -205,7 +205,7 @@ def check_diagnosis(attempt):
     return None if kind == "a call too many" else "rank and line are right, the class is another"
 
 
-# What test_contract.py asks: (check, solution) of each task.
+# What test_tasks.py asks: (check, solution) of each task.
 TASKS = {
     "mean_loss": (check_mean_loss, mean_loss),
     "stop_together": (check_stop_together, stop_together),

@@ -156,7 +156,6 @@ def interrupt(number, frame):
     """Handle a signal: leave through each `finally`, and end pip. Further signals are ignored."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    print("setup was interrupted: run the same command again", file=sys.stderr)
     sys.exit(128 + number)
 
 
@@ -182,4 +181,8 @@ def main(arguments):
         make(wanted)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"setup failed: {error}")
+    except SystemExit as stop:
+        if isinstance(stop.code, int):  # from interrupt(); pip has ended, and says nothing after us
+            print("setup was interrupted: run the same command again", file=sys.stderr)
+        raise
     return 0
