@@ -105,7 +105,7 @@ def watch_ports(launcher, found):
                     address = connection.laddr.ip if connection.status == "LISTEN" else "127.0.0.1"
                     if not ipaddress.ip_address(address).is_loopback:
                         found.add(f"{address} by {' '.join(process.cmdline())}")
-        time.sleep(0.25)  # a look takes 20 ms of a processor
+        time.sleep(0.5)  # a look takes 20 ms of a processor
 
 
 def run_once(number, *flags):
