@@ -23,9 +23,10 @@ from nbtools.blame import Failure, NotSent, RankFailed, describe, pickle, unpick
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
 _context = multiprocessing.get_context("forkserver")
-# The forkserver imports these; nbtools only if it starts in notebooks/, as Jupyter's kernels do.
-SLOW = ["torch.distributed", "torch._dynamo", "cloudpickle", "nbtools.run", "nbtools.record"]
-SLOW_AND_RARE = ["sklearn.datasets"]  # and these, if the ranks are going to
+# The forkserver imports these. It finds nbtools if it starts in notebooks/, as Jupyter's kernels do;
+# then nbtools.warm has imported the others already.
+SLOW = ["nbtools.warm", "torch.distributed", "torch._dynamo", "cloudpickle"]
+SLOW_AND_RARE = ["sklearn.datasets", "torch.distributed.pipelining"]  # and these, if ranks will
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
 KEPT = 100_000  # bytes at the beginning of what a rank writes, and as many at the end

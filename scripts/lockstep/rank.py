@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # torchrun runs this file by its path
 
-from lockstep import ending, lessons  # noqa: E402
+from lockstep import ending, imports, lessons  # noqa: E402
 
 
 def main():
@@ -56,6 +56,8 @@ def end_of_exit(code):
 def run(script):
     """Run a script as Python would; one that would start ranks itself is one of them."""
     lesson, rank = lessons.of_script(script), os.environ["RANK"]
+    if lesson:  # another script may set a variable first that torch reads when it is imported
+        imports.import_quickly("torch")
     try:
         if lesson and lesson.start == lessons.LAUNCH_JOB:
             run_launched(importlib.import_module(Path(script).stem))

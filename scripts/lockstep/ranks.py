@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep import ending, lessons, network
+from lockstep import ending, imports, lessons, network
 from lockstep.flags import Flags, split_at_dashes, whole
 
 RANK = Path(__file__).with_name("rank.py")
@@ -47,6 +47,7 @@ def main(script, arguments):
         logging.disable()  # torchrun's page; and its remark that it sets OMP_NUM_THREADS
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     job = Job()
+    imports.import_quickly("torch.distributed.run")
     if lessons.of_script(script):
         check(script, own.nproc, flags, job)
     from torch.distributed.elastic.multiprocessing.api import SignalException
