@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib.util
 import ipaddress
 import json
@@ -28,6 +29,8 @@ from nbtools.launch import file_of_run
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
 GPUS_ARE_HERE = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
+
+gc.disable()  # until all tests are imported: nothing that they import is garbage
 
 # A shell starts a background job with SIGINT ignored. What the tests start would inherit that, and
 # would never hear the interrupt that they send.
@@ -243,6 +246,12 @@ def pytest_collection_modifyitems(config, items):
         number = getattr(getattr(item, "callspec", None), "params", {}).get("lesson")
         item.user_properties.append(("claims", claims_of(item)))
         skip_what_is_not_here(item, number)
+
+
+def pytest_collection_finish():
+    """Look for garbage again, but not in what has been imported."""
+    gc.enable()
+    gc.freeze()
 
 
 def skip_what_is_not_here(item, number):

@@ -23,8 +23,8 @@ from nbtools.blame import Failure, NotSent, RankFailed, describe, pickle, unpick
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
 _context = multiprocessing.get_context("forkserver")
-# The forkserver imports these. It finds nbtools if it starts in notebooks/, as Jupyter's kernels do;
-# then nbtools.warm has imported the others already.
+# The forkserver imports these. It finds nbtools if it starts in notebooks/, as Jupyter's kernels
+# do; then nbtools.warm has imported the others already.
 SLOW = ["nbtools.warm", "torch.distributed", "torch._dynamo", "cloudpickle"]
 SLOW_AND_RARE = ["sklearn.datasets", "torch.distributed.pipelining"]  # and these, if ranks will
 
