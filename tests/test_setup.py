@@ -114,16 +114,15 @@ def test_setup_without_network(copy):
     assert finish(start_setup(copy, "01"))[::2] == (0, "")  # what was there still is
 
 
-def test_setup_that_is_ended_leaves_no_pip(tmp_path):
-    make_copy(tmp_path / "new")
+def test_setup_that_is_ended_leaves_no_pip(copy):
     with socket.create_server(("127.0.0.1", 0)) as index:  # it never answers
         index.settimeout(300)
         address = f"http://127.0.0.1:{index.getsockname()[1]}"
-        ended = start_setup(tmp_path / "new", INDEX_URL=address)
+        ended = start_setup(copy, INDEX_URL=address)
         with index.accept()[0]:
             os.killpg(ended.pid, signal.SIGINT)  # as Ctrl-C does
             code, _, stderr = finish(ended)
-            assert processes_in(tmp_path) == []
+            assert processes_in(copy) == []
     assert code == 130
     assert stderr.splitlines()[-1] == "setup was interrupted: run the same command again"
 
