@@ -10,19 +10,17 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import types
 from pathlib import Path
 
 import cloudpickle
 import psutil
 import pytest
-from lockstep import lessons
+from lockstep import ending, lessons, network
 from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
@@ -85,9 +83,9 @@ def run_lesson(number, *flags, **options):
 
 
 def finish(process):
-    """Wait for a launcher, at most 300 s; return its exit code, stdout and stderr."""
+    """Wait for a launcher, at most half an hour; return its exit code, stdout and stderr."""
     try:
-        stdout, stderr = process.communicate(timeout=300)
+        stdout, stderr = process.communicate(timeout=1800)
     finally:
         process.terminate()  # its ranks end with it
     return Finished(process.args, process.returncode, stdout, stderr)
@@ -95,8 +93,7 @@ def finish(process):
 
 def free_port():
     """Return a port of 127.0.0.1 at which nobody listens, for now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return free_ports(1)[0]
 
 
 def watch_ports(launcher, found):
@@ -174,9 +171,17 @@ def run_warm(script, nproc, *flags, unset=()):
     A rank is a fork of a process that has imported torch, and is ready in 0.1 s instead of 3. What
     the script would spawn is a fork, too. The variables in `unset` are those that it does not get.
     """
+    import torch.distributed as dist
+
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a rank does not import pytest
-    port, words = free_ports(1)[0], [str(flag) for flag in flags]
-    return run(be_a_rank, nproc, str(script), words, port, unset)
+    listener = network.listen_at("127.0.0.1", 0)  # as under torchrun: the launcher has the store
+    port = listener.getsockname()[1]
+    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, **options)
+    words = [str(flag) for flag in flags]
+    values = run(be_a_rank, nproc, str(script), words, store.port, unset, deadline=1500)
+    del store  # not before
+    return values
 
 
 def be_a_rank(rank, world_size, script, words, port, unset):
@@ -186,23 +191,20 @@ def be_a_rank(rank, world_size, script, words, port, unset):
 
     dist.destroy_process_group()  # the one that run() has joined: the script joins its own
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world_size}
+    if "MASTER_PORT" not in unset:
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     for name in unset:
         del os.environ[name]
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     sys.argv = [script, *words]
-    # It stays: DDP can hang when it is deleted after destroy_process_group() in a process that
-    # goes on, because it waits for gloo's thread, which waits for Python's lock.
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    main.__file__ = script
     code = None
     with tempfile.TemporaryFile("w+") as stdout:
         os.dup2(stdout.fileno(), 1)  # for the forks as well
         try:
-            exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+            ending.run_script(script)
         except SystemExit as stop:
             code = stop.code
-        sys.stdout.flush()
         stdout.seek(0)
         return code or 0, stdout.read()
 

@@ -99,7 +99,7 @@ def call_the_roll(store, rank, world_size, limit=TWO_MINUTES):
 
 # --- The proof ---
 
-LIMIT = timedelta(seconds=60)  # that a rank waits for the others; each has to import torch first
+LIMIT = timedelta(seconds=120)  # that a rank waits for the others; each has to import torch first
 METHODS = ("env", "tcp", "file", "store")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -224,7 +224,7 @@ def wrong_doors(place, world_size):
     with patch.dict(os.environ, {AGENT: "True"}):  # as under torchrun, which listens already
         said = said_to(lambda: open_store(place, 0, world_size, LIMIT))
         wrong += [] if said == "nothing" else [f"under torchrun rank 0 is told: {said}"]
-    alone = f"127.0.0.1:{free_port()}", 0, world_size, timedelta(seconds=1)
+    alone = f"127.0.0.1:{free_port()}", 0, world_size, timedelta(seconds=10)
     said = said_to(lambda: open_store(*alone))
     return wrong + ([] if said == "nothing" else [f"before the others come, rank 0 gets: {said}"])
 

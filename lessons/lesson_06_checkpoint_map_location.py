@@ -405,7 +405,7 @@ def save_slowly(folder):
     if dist.get_rank() == 0:
         for name in names[1:]:  # newer ones that are damaged: the job went on from before them
             Path(folder, name).write_bytes(b"")
-    with Disk(seconds=0.1) as disk:
+    with Disk(seconds=0.3) as disk:
         save_together(folder, {}, {"step": 7})
     here = [path.name for path in checkpoints(folder)]  # before anything else is waited for
     first_machine = os.environ.get("GROUP_RANK", "0") == "0"  # elsewhere a file may appear late

@@ -14,6 +14,7 @@ Output to expect on a CPU:
 import argparse
 import collections
 import contextlib
+import ctypes
 import importlib.util
 import json
 import logging
@@ -318,8 +319,7 @@ def watch_ranks(args):
 
 def be_a_rank(function, args, folder):
     """Be a new process: call function(*args), and leave what it returns in `folder`."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
+    end_with_parent()
     os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)  # what Paddle's C++ code reports
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (a notebook has others)
     try:
@@ -330,14 +330,31 @@ def be_a_rank(function, args, folder):
         raise
 
 
+def end_with_parent():
+    """Let this process end when the one that has started it does.
+
+    On Linux the kernel sees to it. The thread, elsewhere, can't while C++ code holds Python's lock.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it has ended meanwhile
+            os._exit(1)
+    else:
+        threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
+
+
 def wait_for(job):
     """Return when all ranks have ended well. SystemExit names the rank that failed."""
     try:
         while not any(codes := [p.exitcode for p in job.processes]) and None in codes:
             time.sleep(0.02)
-        if any(codes):
-            time.sleep(0.3)  # a rank that loses a neighbour aborts (-6), maybe before it ends
-            codes = [process.exitcode for process in job.processes]
+        if any(codes):  # a rank that loses a neighbour aborts (-6), maybe before that one is gone
+            end = time.monotonic() + 10
+            while None in codes and set(codes) <= {None, 0, -6} and time.monotonic() < end:
+                time.sleep(0.02)
+                codes = [process.exitcode for process in job.processes]
             rank = min(range(len(codes)), key=lambda r: (codes[r] in (None, 0), codes[r] == -6))
             told = job.error_queues[rank]
             why = f"exit code {codes[rank]}" if told.empty() else told.get().strip()

@@ -369,7 +369,7 @@ def wrong_in_waiting(rank, world_size, device):
     """Return what is wrong if the last rank is late for an all-reduce: a list of sentences."""
     tensor = torch.full((10**6,), rank + 1.0, device=device)
     dist.barrier()
-    time.sleep(0.2 * (rank == world_size - 1))
+    time.sleep(0.5 * (rank == world_size - 1))
     send(tensor)
     there = tensor.eq(world_size * (world_size + 1) / 2).all()
     dist.barrier()

@@ -22,6 +22,7 @@ Output to expect on a CPU:
 import argparse
 import ast
 import collections
+import ctypes
 import difflib
 import importlib
 import importlib.util
@@ -32,6 +33,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -492,8 +494,8 @@ def be_pytorch_rank(rank, nproc, folder):
     step, found = train_rank("pytorch", Model, torch.optim.SGD, batches, seen)
     found["bytes"] = bytes_of_collectives(step, batches[0]) if nproc > 1 else 0
     Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # nobody leaves before all are through
+    os._exit(0)  # to take DDP to pieces after its group can block: here nothing is
 
 
 def train_rank(way, new_model, sgd, batches, seen):
@@ -644,9 +646,18 @@ def bytes_in_hlo(text):
 
 
 def end_with_parent():
-    """Let this process end when the one that has started it does."""
+    """Let this process end when the one that has started it does.
+
+    On Linux the kernel sees to it. The thread, elsewhere, can't while C++ code holds Python's lock.
+    """
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it has ended meanwhile
+            os._exit(1)
+    else:
+        threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
 
 
 def be_a_framework(framework, nproc, folder):

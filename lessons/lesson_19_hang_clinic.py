@@ -485,7 +485,8 @@ class Run(NamedTuple):
 def ward():
     """Yield (folder, process group); whatever becomes of this process, both are gone after it."""
     with tempfile.TemporaryDirectory() as folder:
-        farewell = "trap '' TERM; read line; rm -rf \"$0\"; kill -KILL 0"
+        away = 'mv "$0" "$0.end"; rm -rf "$0.end"'  # first away from ranks that still write
+        farewell = f"trap '' TERM; read line; {away}; kill -KILL 0"
         options = {"stdin": subprocess.PIPE, "process_group": 0}
         nurse = subprocess.Popen(["/bin/sh", "-c", farewell, folder], **options)
         try:
@@ -507,7 +508,7 @@ def treat(jobs, args, folder, nurse):
             run.ids.append(os.fork() or be_forked(job, rank, run, args, nurse))
             with contextlib.suppress(OSError):  # it is there already, or it has ended
                 os.setpgid(run.ids[-1], nurse.pid)
-    marks, deadline = [run.folder / f"here_{r}" for run in runs for r in range(args.nproc)], 60
+    marks, deadline = [run.folder / f"here_{r}" for run in runs for r in range(args.nproc)], 300
     while not all(mark.exists() for mark in marks):
         time.sleep(0.01)
         if time.time() > runs[0].begin + deadline:
@@ -542,7 +543,7 @@ def wait_for(runs, limit):
 
 def be_forked(job, rank, run, args, nurse):
     """Be one rank of a run, in a fork of the doctor, to its end."""
-    code, begin = 1, 0
+    code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -552,29 +553,36 @@ def be_forked(job, rank, run, args, nurse):
         for number in (1, 2):
             os.dup2(said, number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-        (run.folder / f"here_{rank}").touch()
-        while not (run.folder / "go").exists():
-            time.sleep(0.01)
-        begin = time.time()
-        be_a_rank(job, rank, run, args)
+        be_a_rank(job, rank, run, args, lambda: wait_for_go(rank, run.folder))
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        if run.kind == "plain" and time.time() < begin + 0.8 * args.limit:
+        go = run.folder / "go"
+        begun = go.stat().st_mtime if go.exists() else 0
+        if run.kind == "plain" and time.time() < begun + 0.8 * args.limit:
             write_calls(run.folder / f"calls_{rank}")  # it has failed before its clock rang
     finally:
         os._exit(code)
 
 
-def be_a_rank(job, rank, run, args):
-    """Join the group, let the tools in, and do the patient's job."""
+def wait_for_go(rank, folder):
+    """Say that this rank has joined, and wait until all ranks of all runs have."""
+    (folder / f"here_{rank}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+
+
+def be_a_rank(job, rank, run, args, meet):
+    """Join the group, meet the others, let the tools in, and do the patient's job."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if run.kind == "detail" else "OFF"
     dist.set_debug_level_from_env()  # a rank that torchrun starts has read it at its import
     torch.set_num_threads(1)
     torch.manual_seed(args.seed + rank)
     store = dist.FileStore(str(run.folder / "store"), args.nproc)
     place = {"store": store, "rank": rank, "world_size": args.nproc}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit), **place)
+    dist.init_process_group("gloo", **place)
+    meet()  # who joins late is not ill: the limit and all clocks begin when all are here
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.limit))
     if run.kind == "plain":
         leave_stacks(run.folder / f"stacks_{rank}")
         leave_calls(run.folder / f"calls_{rank}", 0.8 * args.limit)  # once in a run

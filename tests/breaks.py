@@ -27,6 +27,7 @@ import cloudpickle
 from conftest import run_warm
 from lockstep import lessons
 from nbtools import run
+from nbtools.run import process_group
 
 # Send the functions of this file to the ranks, so that no rank has to import this file.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,7 +77,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
                 zip(sources, pool.map(verdict_of_warm_run, places, repeat(words)), strict=True)
             )
     else:
-        said = run(verdicts, nproc, sources, words, machines, deadline=300)[0]
+        said = run(verdicts, nproc, sources, words, machines, deadline=1500)[0]
     judge_breaks(said)
 
 
@@ -92,12 +93,19 @@ def judge_beside_torch(sources, where, numbers, flags):
     runs = []  # [name, number of ranks]
     for name in sources:
         runs += [[name, nproc] for nproc in numbers if nproc in where.get(name, numbers)]
-    command, job = [sys.executable, "-c", BESIDE_TORCH], json.dumps([sources, runs, flags])
-    ran = subprocess.run(command, input=job, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    ran = run_python(BESIDE_TORCH, json.dumps([sources, runs, flags]))
     found = json.loads(ran.stdout.splitlines()[-1])
     for number in numbers:
         judge_breaks({name: said for (name, nproc), said in found if nproc == number})
+
+
+def run_python(program, text):
+    """Run a program of Python that reads a text; when it is over, or we are, all its ranks are."""
+    with process_group(farewell="true") as group:
+        options = {"input": text, "capture_output": True, "text": True, "process_group": group}
+        ran = subprocess.run([sys.executable, "-c", program], timeout=1500, **options)
+    assert ran.returncode == 0, ran.stderr
+    return ran
 
 
 BESIDE_TORCH = """
@@ -157,10 +165,8 @@ def load_script(folder, number):
 
 def train_with(framework, runs, flags, folder):
     """Return what one framework finds in these runs, a dictionary for each; one process for all."""
-    job = json.dumps([framework, runs, flags, folder])
-    command = [sys.executable, "-c", ONE_FRAMEWORK + inspect.getsource(load_script) + TRAIN]
-    ran = subprocess.run(command, input=job, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    program = ONE_FRAMEWORK + inspect.getsource(load_script) + TRAIN
+    run_python(program, json.dumps([framework, runs, flags, folder]))
     return pickle.loads(Path(folder, f"{framework}.found").read_bytes())
 
 

@@ -32,7 +32,7 @@ def start(tmp_path, *flags, **environment):
 
 
 def test_ranks_meet_and_each_pair_is_timed(tmp_path):
-    process, open_ports = start(tmp_path, "--nproc=3", "--json"), set()
+    process, open_ports = start(tmp_path, "--nproc=3", "--json", "--timeout=300"), set()
     threading.Thread(target=watch_ports, args=(process, open_ports)).start()
     run = finish(process)
     checks = {each["check"]: each for each in run.json["checks"]}

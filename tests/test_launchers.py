@@ -25,14 +25,15 @@ from conftest import ENVIRONMENT, ROOT
 from lockstep import ending, lessons, ranks, run
 from lockstep.ending import End
 
-DEADLINE = 60  # seconds within which no process of a job that has ended may be left
+DEADLINE = 300  # seconds within which no process of a job that has ended may be left
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 PACKAGE = ROOT / "scripts" / "lockstep"
 INSIDE = [sys.executable, PACKAGE, "inside"]
 # run.start(HOW, SCRIPT, flags), as `lesson NN` calls it for the scripts of its table.
-WATCHED = "import sys; from lockstep import run; run.PATIENCE = 2; how, script, *flags = sys.argv"
-WATCHED += "[1:]; sys.exit(run.start(how, script, flags, run.on_this_machine_alone()))"
-WATCHED = [sys.executable, "-c", WATCHED]
+START = "import sys; from lockstep import run; how, script, *flags = sys.argv[1:]; "
+START += "sys.exit(run.start(how, script, flags, run.on_this_machine_alone()))"
+WATCHED = [sys.executable, "-c", START]
+IMPATIENT = [sys.executable, "-c", START.replace("; how", "; run.PATIENCE = 2; how")]
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def temporary_files(folder):
 def call(*command, **options):
     """Run a command to its end; return (exit code, stderr)."""
     command = [str(part) for part in command]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=200, **options)
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=1500, **options)
     return ended.returncode, ended.stderr
 
 
@@ -158,7 +159,7 @@ def start(place):
         process = subprocess.Popen(command, start_new_session=True, **place)
         job = Job(process, place["cwd"])
         jobs.append(job)
-        end = time.monotonic() + 200
+        end = time.monotonic() + 1500
         while not ready(job):
             assert time.monotonic() < end and process.poll() is None, process.stderr.read()
             time.sleep(0.05)
@@ -223,7 +224,7 @@ def test_under_nohup_a_launcher_does_not_hear_that_the_terminal_has_gone(start_s
 
 
 def test_a_lesson_that_does_not_end_when_it_is_asked_is_killed(start_script):
-    job = start_script([*WATCHED, "itself"], IGNORES, 1)
+    job = start_script([*IMPATIENT, "itself"], IGNORES, 1)
     job.process.terminate()
     assert job.end() == (143, ["terminated: all that was started has ended"], [], [])
 
@@ -530,7 +531,7 @@ def launched(tmp_path_factory):
     (folder / "faulty.py").write_text(FAULTY)
     environment = surroundings(folder)
     command = [sys.executable, "-c", ALL_FAULTS, *FAULTS, "bad flag", "is still writing"]
-    output = subprocess.check_output(command, cwd=folder, env=environment, timeout=300)
+    output = subprocess.check_output(command, cwd=folder, env=environment, timeout=1500)
     said = {
         fault: (code, (folder / f"stderr of {fault}").read_text().splitlines())
         for fault, code in json.loads(output).items()
@@ -604,8 +605,11 @@ def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, error):
     assert stop.value.code.splitlines()[-1] == f"rank 1 failed: {SAID[text]}"
 
 
-def fail_on_rank_1(rank, world_size, device, how):
+def fail_on_rank_1(rank, world_size, device, how, file):
     """Be a rank of a job in which rank 1 fails and the others wait for it."""
+    dist.barrier()
+    if rank == 1:
+        Path(file).write_text(str(time.monotonic()))  # one clock for all processes
     if rank == 1 and how == "raises":
         raise ValueError("no such row")
     if rank == 1:
@@ -615,19 +619,17 @@ def fail_on_rank_1(rank, world_size, device, how):
 
 @pytest.mark.claim("B7")
 @pytest.mark.parametrize(
-    "how, error, line",
-    [
-        ("is killed", mp.ProcessExitedException, "terminated with signal SIGKILL"),
-        ("raises", mp.ProcessRaisedException, "ValueError: no such row"),
-    ],
+    "how, line",
+    [("is killed", "terminated with signal SIGKILL"), ("raises", "ValueError: no such row")],
 )
-def test_a_spawned_rank_that_fails_ends_the_job(how, error, line):
+def test_a_spawned_rank_that_fails_ends_the_job(how, line, tmp_path):
+    """Which rank is reported depends on when mp.spawn looks: page 03 says so (test_late.py)."""
     lesson = importlib.import_module(script_of("03").stem)
-    start = time.monotonic()
-    with pytest.raises(error) as raised:
-        lesson.launch_job(fail_on_rank_1, 2, how)
-    assert raised.value.error_index == 1 and line in str(raised.value).splitlines()[-1]
-    assert time.monotonic() - start < 100  # the group's own timeout is two minutes
+    with pytest.raises((mp.ProcessRaisedException, mp.ProcessExitedException)) as raised:
+        lesson.launch_job(fail_on_rank_1, 2, how, str(tmp_path / "moment"))
+    assert time.monotonic() - float((tmp_path / "moment").read_text()) < 100  # gloo's: two minutes
+    of_rank = {1: line, 0: "by peer"}  # rank 0 loses rank 1, and may have ended as well by then
+    assert of_rank[raised.value.error_index] in str(raised.value).splitlines()[-1]
     family = psutil.Process().children(recursive=True)
     assert [one for one in family if "spawn_main" in " ".join(one.cmdline())] == []
 

@@ -253,7 +253,7 @@ def test_the_launcher_redirects_and_tees(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr=127.0.0.1", "--nproc-per-node=2", "--log-dir=."]
     command += ["--redirects=0:3", "--tee=1:3", "speaker.py"]
-    options = {"cwd": tmp_path, "env": ENVIRONMENT, "timeout": 120, "text": True}
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "timeout": 1500, "text": True}
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, **options)
     assert ended.stdout == "[default1]:out of rank 1\n"
     files = [tmp_path.glob(f"*/attempt_0/{rank}/stdout.log") for rank in (0, 1)]

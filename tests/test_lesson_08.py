@@ -171,7 +171,7 @@ def facts(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("temporary files")
     command = [sys.executable, "-c", MEASURE, text]
     options = {"cwd": ROOT, "env": ENVIRONMENT | {"TMPDIR": str(folder)}, "start_new_session": True}
-    ran = subprocess.run(command, timeout=200, capture_output=True, text=True, **options)
+    ran = subprocess.run(command, timeout=1500, capture_output=True, text=True, **options)
     assert ran.returncode == 0, ran.stderr
     left = [path for path in folder.iterdir() if path.name.startswith("tmp")]
     return json.loads(ran.stdout.splitlines()[-1]) | {"left": left}
@@ -264,7 +264,7 @@ def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
     imports, _, rest = script.read_text().partition('"""\n\n')[2].partition("# ---")
     technique = rest.partition("# --- The proof ---")[0]
     (tmp_path / "project.py").write_text(imports + "# ---" + technique + PROJECT)
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 100}
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 1500}
     ran = subprocess.run([sys.executable, "project.py"], env=ENVIRONMENT, **options)
     assert ran.stdout.splitlines()[-1:] == ["[1.0, 2.0, 3.0]"], ran.stderr
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["[1.0, 2.0, 3.0]"] * 2

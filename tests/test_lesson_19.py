@@ -68,11 +68,11 @@ FOR_FOUR = {name: BREAKS[name] for name in list(BREAKS)[:6]}
 
 
 def test_each_break_ends_in_fail():
-    check_breaks(19, BREAKS, 3, "--limit", 2)
+    check_breaks(19, BREAKS, 3, "--limit", 4)
 
 
 def test_breaks_of_reading_end_in_fail_on_four_ranks_too():
-    check_breaks(19, FOR_FOUR, 4, "--limit", 2)
+    check_breaks(19, FOR_FOUR, 4, "--limit", 4)
 
 
 OTHERS = {  # patient and tool: (text in the script, text in its place)
@@ -172,14 +172,14 @@ def test_flags_that_do_not_fit(monkeypatch, capsys):
 
 def end_in_the_middle(process, signal_number, folder):
     """Send a signal while ranks run; return who of all processes still lives, and what is left."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and len(list(folder.rglob("here_*"))) < 12:
         time.sleep(0.02)
     assert len(list(folder.rglob("here_*"))) == 12, "the ranks of two jobs, in two ways"
     started = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal_number)
     process.communicate(timeout=60)
-    _, living = psutil.wait_procs(started, timeout=10)
+    _, living = psutil.wait_procs(started, timeout=60)
     left = [path.name for path in folder.iterdir()]  # torch makes an empty folder, and leaves it
     return living, [name for name in left if not name.startswith("torchinductor_")]
 
@@ -263,8 +263,8 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     technique = source.partition("# --- The technique ---")[2].partition("# --- The patients")[0]
     imports = [line for line in source.splitlines() if re.match("import |from .* import ", line)]
     (tmp_path / "traces.py").write_text("\n".join(imports) + technique)
-    script = page_block("import os").replace("300)", "0.5)").replace("minutes=10", "seconds=2")
-    assert script.count("0.5)") == 2 and "seconds=2" in script
+    script = page_block("import os").replace("300)", "2.5)").replace("minutes=10", "seconds=6")
+    assert script.count("2.5)") == 2 and "seconds=6" in script
     script = script.replace("/shared/hang", str(tmp_path / "hang"))
     (tmp_path / "train.py").write_text(
         f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{script}"

@@ -79,7 +79,7 @@ def copy(tmp_path_factory):
 def run_notebooks(*arguments, cwd):
     """Run `pytest --nbval` on these; return {notebook's number: [is it green? for each cell]}."""
     command = [sys.executable, "-m", "pytest", "--nbval", "-rA", "-p", "no:cacheprovider"]
-    options = {"capture_output": True, "text": True, "timeout": 300, "env": ENVIRONMENT}
+    options = {"capture_output": True, "text": True, "timeout": 1500, "env": ENVIRONMENT}
     run = subprocess.run([*command, *arguments], cwd=cwd, **options)
     assert run.returncode == 1, run.stdout[-2000:]  # 2 to 5 would be pytest's own
     found = {}

@@ -56,7 +56,7 @@ def start_setup(folder, what="all", **settings):
 
 def finish(process):
     """Return (exit code, stdout, stderr) of setup.sh."""
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=1500)
     return process.returncode, stdout, stderr
 
 

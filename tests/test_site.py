@@ -42,7 +42,7 @@ def built(tmp_path_factory):
     """Build the site in a folder with a space; return what the builder said, and the folder."""
     folder = tmp_path_factory.mktemp("a site")
     command = [*SITE, "--translated", "--output", folder]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert {path.name for path in folder.iterdir()} == {"gettext", "html"}, run.stderr
     return run, folder / "html"
 

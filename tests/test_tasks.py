@@ -20,7 +20,7 @@ from test_contract import docstring, each, literal
 class Examination:
     """What tests/examine_lesson.py finds in several lessons, which share one process."""
 
-    PATIENCE = 180  # seconds without a result: something hangs
+    PATIENCE = 1500  # seconds without a result: something hangs
 
     def __init__(self, numbers):
         self.waiting = list(numbers)

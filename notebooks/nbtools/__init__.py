@@ -1,6 +1,7 @@
 """The tools of the notebooks. Importing this package imports no framework.
 
 run(fn, nproc, *args)             call fn(rank, world_size, *args) in `nproc` real processes
+wait_for_all(rank, world_size)    on such a process: go on when all have come, without a group
 launch(3, nproc=2, steps=5)       run scripts/lesson_03.sh, return its JSON
 show(fn), show_difference(a, b)   the source of functions, as the lesson has it
 measured(value, low, high)        a number that the run has measured, as ≈0.412
@@ -34,7 +35,7 @@ from nbtools.cell import (  # noqa: E402
     show_difference,
 )
 from nbtools.launch import LaunchFailed, launch  # noqa: E402
-from nbtools.run import run  # noqa: E402
+from nbtools.run import run, wait_for_all  # noqa: E402
 
 __all__ = [
     "ROOT",
@@ -49,6 +50,7 @@ __all__ = [
     "run",
     "show",
     "show_difference",
+    "wait_for_all",
 ]
 
 explain_missing_frameworks()

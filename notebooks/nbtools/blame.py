@@ -1,6 +1,7 @@
 """Why a rank has failed, or where it waits, in one line."""
 
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -118,7 +119,25 @@ def _is_library(file):
     return "/site-packages/" in file or file.startswith((NBTOOLS, *LIBRARY))
 
 
-# --- Asking a rank where it is ---
+# --- Does a rank join others, and where is it? ---
+
+
+def mark_while_it_joins(c10d, path):
+    """Let this file exist while this rank connects to others in a new group: none may leave then.
+
+    (Here and not in run.py: find_place takes what run.py calls for the reader's own function.)
+    """
+    connect = c10d._new_process_group_helper
+
+    @functools.wraps(connect)
+    def marked(*args, **options):
+        path.touch()
+        try:
+            return connect(*args, **options)
+        finally:
+            path.unlink(missing_ok=True)
+
+    c10d._new_process_group_helper = marked
 
 
 def listen(path):
@@ -127,18 +146,19 @@ def listen(path):
     faulthandler can do that while C++ code runs, as in a collective; Python itself can't.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(file, b"listens\n")
     faulthandler.enable(file)
     faulthandler.register(SIGNAL, file)
 
 
 def read_place(path):
     """Return the place that a rank has written to `path`, or None."""
-    return find_place(_read_frames(path))
+    return find_place(_read_frames(path, 0))
 
 
-def _read_frames(path):
-    """Return the frames of the main thread, innermost first."""
-    text = Path(path).read_text(errors="replace") if Path(path).exists() else ""
+def _read_frames(path, size):
+    """Return the frames of the main thread, innermost first, that follow the first `size` bytes."""
+    text = Path(path).read_bytes()[size:].decode(errors="replace")
     main_thread = text.rpartition("(most recent call first):")[2]  # it is written last
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
     return [
@@ -146,22 +166,28 @@ def _read_frames(path):
     ]
 
 
-def ask(processes, paths):
-    """Ask ranks that still run where they are; return a state, as `sentence` takes it, for each."""
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, SIGNAL)
-    end = time.monotonic() + 5
-    return [_wait_for_state(path, end) for path in paths]
+def ask(process, path):
+    """Ask a rank for its stack; return its frames, innermost first.
+
+    [] if it does not listen yet (the signal would end it), has ended, or was stopped. On a busy
+    machine it may take seconds to answer.
+    """
+    size = path.stat().st_size
+    end = time.monotonic() + (60 if size else 0)
+    if size and process.is_alive():
+        os.kill(process.pid, SIGNAL)
+    while process.is_alive() and time.monotonic() < end:
+        frames = _read_frames(path, size)
+        if frames and frames[-1][2] == "<module>":  # the outermost frame is written last
+            return frames
+        time.sleep(0.01)
+    return []
 
 
-def _wait_for_state(path, end):
-    frames = _read_frames(path)
-    while time.monotonic() < end and not (frames and frames[-1][2] == "<module>"):
-        time.sleep(0.01)  # the outermost frame is written last
-        frames = _read_frames(path)
+def state(frames):
+    """Return what a rank with these frames is doing, as (singular, plural) for sentence()."""
     place = find_place(frames)
-    if place is None and "_leave" in {function for _, _, function in frames}:
+    if place is None and "_send" in {function for _, _, function in frames}:
         return "is sending its value", "are sending their values"
     if place is None:
         return "is still starting", "are still starting"

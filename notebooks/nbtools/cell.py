@@ -94,7 +94,7 @@ class _TooLong(BaseException):
     """The deadline has come. Not an Exception: an attempt that catches those must not catch it."""
 
 
-def judge(check, attempt, deadline=120):
+def judge(check, attempt, deadline=300):
     """Return what `check` says about `attempt`, in one line.
 
     It does not raise (but for an interrupt from the keyboard), and it ends: an attempt that runs

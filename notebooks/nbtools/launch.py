@@ -20,7 +20,7 @@ class LaunchFailed(RankFailed):
     """A lesson's launcher ended with an error. `details` has all of its output."""
 
 
-def launch(lesson, deadline=300, **flags):
+def launch(lesson, deadline=1500, **flags):
     """Run `scripts/lesson_NN.sh --json` with `flags` and return its last line as a dict.
 
     `batch_size=30` becomes `--batch-size 30`; True becomes a flag without a value. Raises

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lockstep import ending, network
 
 from nbtools import blame
 from nbtools.blame import Failure, NotSent, RankFailed, describe, pickle, unpickle
+from nbtools.own_time import OwnTime
 
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.
@@ -29,15 +29,24 @@ SLOW = ["nbtools.warm", "torch.distributed", "torch._dynamo", "cloudpickle"]
 SLOW_AND_RARE = ["sklearn.datasets", "torch.distributed.pipelining"]  # and these, if ranks will
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
+MEETING = 300  # seconds that ranks have to start and to meet
+STILL = 1  # seconds without a move, after which ranks wait for some that have returned, if any
+MET = True  # what a rank sends when it has met the others
 KEPT = 100_000  # bytes at the beginning of what a rank writes, and as many at the end
 
 
-def run(fn, nproc, *args, deadline=60):
+def run(fn, nproc, *args, deadline=120):
     """Call `fn(rank, world_size, *args)` in `nproc` processes and return the values, by rank.
 
     The processes have joined one process group (gloo, on the CPU) before `fn` is called. `fn` may
     be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks;
     of a stream of more than 200 kB only the first and the last 100 kB.
+
+    The ranks leave together: one that has returned keeps its groups, and its store, until all have,
+    because another may still be connecting to it. The seconds of `deadline` begin when all ranks
+    have met, and are their own time (own_time.py): no late rank and no busy machine shortens it.
+
+    Several threads may call it at once.
 
     Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, when the ranks
     have not finished after `deadline` seconds (it says where each of them is), and when `fn`, its
@@ -54,11 +63,13 @@ def run(fn, nproc, *args, deadline=60):
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with process_group(f"rm -rf {shlex.quote(folder)}") as group:
+            here, away = shlex.quote(folder), shlex.quote(f"{folder}.end")
+            # Moved away first: ranks may still write there.
+            with process_group(f"mv {here} {away}; rm -rf {away}") as group:
                 for number in range(nproc):
                     ranks.append(_Rank(number, folder))
-                    ranks[-1].start(nproc, payload, folder, deadline, group)
-                _collect(ranks, time.monotonic() + deadline)
+                    ranks[-1].start(nproc, payload, folder, group)
+                _collect(ranks, deadline)
                 failure = _find_failure(ranks, deadline)
         finally:
             for rank in ranks:
@@ -73,11 +84,23 @@ def _is_needed(name):
 
     A lesson imports a slow module in the function that uses it. So we see it in that function.
     """
-    modules = list(sys.modules.items())  # a copy: another thread may be importing
-    lessons = [module for key, module in modules if key.startswith("lesson_")]
+    modules = sys.modules.copy()  # at one stroke, as list() is not: another thread may be importing
+    lessons = [module for key, module in modules.items() if key.startswith("lesson_")]
     things = [thing for lesson in lessons for thing in list(vars(lesson).values())]
     functions = filter(inspect.isfunction, things)
     return name in sys.modules or any(name in fn.__code__.co_names for fn in functions)
+
+
+def wait_for_all(rank, world_size, moment="here"):
+    """On a rank of run(): return when all its ranks have called this, for each `moment` once.
+
+    They need no group for it, and keep no connection: it also holds ranks together that have left
+    their group, or did not get into one. (Each leaves a file in the folder of this run.)
+    """
+    folder = Path(os.environ["TMPDIR"])
+    Path(folder, f"{moment} {rank}").touch()
+    while len(list(folder.glob(f"{moment} *"))) < world_size:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -109,26 +132,31 @@ class _Rank:
         self.receiver, self.sender = _context.Pipe(duplex=False)
         self.streams = [_Stream(name, number) for name in ("stdout", "stderr")]
         self.stacks = Path(folder, f"stacks_{number}")
+        self.stacks.touch()
+        self.joins = Path(folder, f"joins_{number}")  # is there while it connects to others
         self.process = None
-        self.answered = False
+        self.has_met = self.answered = False
         self.value = None
         self.failure = None
 
-    def start(self, nproc, payload, folder, deadline, group):
+    def start(self, nproc, payload, folder, group):
         writers = [stream.writer for stream in self.streams]
-        arguments = (self.number, nproc, payload, folder, deadline, group, self.sender, writers)
+        arguments = (self.number, nproc, payload, folder, group, self.sender, writers)
         self.process = _context.Process(target=rank_main, args=arguments)
         self.process.start()
         for end in (self.sender, *writers):
             end.close()
 
     def read_answer(self):
-        """Set `value` or `failure`; the rank has sent one of them, or is gone."""
-        self.answered = True
+        """Set `has_met`, `value` or `failure`; the rank has sent one of them, or is gone."""
         try:
             answer = self.receiver.recv() if self.receiver.poll() else None
         except (EOFError, OSError):
             answer = None
+        if answer is MET:
+            self.has_met = True
+            return
+        self.answered = True
         if answer is None:
             self.failure = self._describe_death()
         elif isinstance(answer, Failure):
@@ -211,13 +239,13 @@ class _Stream:
         print(text, end="", file=getattr(sys, self.name))
 
 
-def _collect(ranks, end):
-    """Read answers until every rank has answered, one has failed, or time is up."""
-    waiting = list(ranks)
-    while waiting and time.monotonic() < end:
+def _collect(ranks, deadline):
+    """Read answers until every rank has answered, one has failed, or time is up, own time."""
+    waiting, clock, begun, end = list(ranks), OwnTime(), False, MEETING
+    while waiting and clock.look(rank.process.pid for rank in waiting) < end:
         streams = [stream for rank in ranks for stream in rank.streams if stream.open]
         answers = [end for rank in waiting for end in (rank.receiver, rank.process.sentinel)]
-        ready = wait(streams + answers, max(0, end - time.monotonic()))
+        ready = wait(streams + answers, min(0.25, max(0, end - clock.seconds)))
         for stream in streams:
             if stream in ready:
                 stream.read()
@@ -225,8 +253,14 @@ def _collect(ranks, end):
             if rank.receiver in ready or rank.process.sentinel in ready:
                 rank.read_answer()
                 if rank.failure is not None:  # allow the true cause a moment to arrive, then stop
-                    end = min(end, time.monotonic() + PATIENCE[rank.failure.secondary])
+                    end = min(end, clock.seconds + PATIENCE[rank.failure.secondary])
         waiting = [rank for rank in waiting if not rank.answered]
+        if not begun and all(rank.has_met for rank in ranks):
+            begun, end = True, clock.seconds + deadline
+        if clock.still > STILL and not any(rank.joins.exists() for rank in waiting):
+            for rank in ranks:
+                if rank.answered:  # who waits for it now loses it, and says so
+                    rank.process.kill()
 
 
 def _find_failure(ranks, deadline):
@@ -238,7 +272,10 @@ def _find_failure(ranks, deadline):
         return None
     states = {rank.number: ("had already returned",) * 2 for rank in returned}
     if not failed:
-        return RankFailed(f"no answer after {deadline} s: {blame.sentence(_ask(waiting) | states)}")
+        late = f"no answer after {deadline} s"
+        if not all(rank.has_met for rank in ranks):
+            late = f"the ranks have not met after {MEETING} s"
+        return RankFailed(f"{late}: {blame.sentence(_ask(waiting) | states)}")
     # The first failure is the cause. The other ranks only lost their neighbour.
     first = min(failed, key=lambda rank: (rank.failure.secondary, rank.failure.time))
     message = f"rank {first.number}{first.failure.message}"
@@ -251,14 +288,13 @@ def _find_failure(ranks, deadline):
 
 
 def _ask(ranks):
-    states = blame.ask([rank.process for rank in ranks], [rank.stacks for rank in ranks])
-    return {rank.number: state for rank, state in zip(ranks, states, strict=True)}
+    return {rank.number: blame.state(blame.ask(rank.process, rank.stacks)) for rank in ranks}
 
 
 # --- A rank, as it sees itself ---
 
 
-def rank_main(rank, world_size, payload, folder, deadline, group, sender, writers):
+def rank_main(rank, world_size, payload, folder, group, sender, writers):
     """Be one rank: join the group, call the function, send back its value or its error."""
     os.setpgid(0, group)  # which ends with the notebook's kernel, and with it our children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook to handle
@@ -267,20 +303,26 @@ def rank_main(rank, world_size, payload, folder, deadline, group, sender, writer
         os.dup2(writer.fileno(), number)  # so it gets also what C++ code writes
         writer.close()
         setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False))
-    store = None
     try:
-        fn, args, store = _begin(rank, world_size, payload, folder, deadline)
-        answer = _leave(fn(rank, world_size, *args))
+        fn, args, _store = _begin(rank, world_size, payload, folder)
+        sender.send(MET)
+        answer = pickle(fn(rank, world_size, *args), "the value that it returned")
     except BaseException as error:
         answer = describe(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it
             stream.flush()
+    _send(sender, answer)
+    while not isinstance(answer, Failure):  # its groups stay until run() ends this process
+        signal.pause()
+    os._exit(1)  # no object of C++ is taken to pieces: that can block, or abort the process
+
+
+def _send(sender, answer):
     sender.send(answer)
-    del store  # not before: it writes to its file, which fails where a file may not grow
 
 
-def _begin(rank, world_size, payload, folder, deadline):
+def _begin(rank, world_size, payload, folder):
     """Join the process group; return the function, its arguments and the store."""
     import torch
     import torch.distributed as dist
@@ -294,18 +336,8 @@ def _begin(rank, world_size, payload, folder, deadline):
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["TMPDIR"] = tempfile.tempdir = folder  # what a rank leaves goes with the folder
+    blame.mark_while_it_joins(dist.distributed_c10d, Path(folder, f"joins_{rank}"))
     store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
-    limit = timedelta(seconds=deadline)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()  # a rank that left before all have met would break the meeting
     return fn, args, store
-
-
-def _leave(value):
-    """Leave the process group; return the value in pickled form."""
-    import torch.distributed as dist
-
-    answer = pickle(value, "the value that it returned")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return answer

@@ -19,9 +19,9 @@ def examine(rank, world_size, attempt, wants_part):
     """
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
-    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
-    dist.init_process_group("gloo", store=store, **place)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(PATIENCE)  # now that all have met
     found = []
     for numbers in LENGTHS:
         tensor = lesson.make_tensor(numbers, torch.float32, 0, torch.device("cpu"))

@@ -10,7 +10,7 @@ from nbtools import RankFailed, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-PATIENCE = timedelta(seconds=2)  # of a rank that waits for the others
+PATIENCE = timedelta(seconds=3)  # of a rank that waits for the others in a collective
 STEPS, ROWS = 3, 8
 NO_END = "it does not come to its end, or not on all ranks"
 
@@ -19,9 +19,10 @@ def examine(rank, world_size, attempt):
     """Do the repaired job; return (what it returned, what is wrong here, batches through DDP)."""
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
-    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
+    place = {"rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), **place)
     dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(PATIENCE)  # now that all have met
     torch.manual_seed(rank)
     batches = []
 
@@ -33,14 +34,17 @@ def examine(rank, world_size, attempt):
     try:
         returned = attempt(rank, world_size, STEPS, ROWS)
     except RuntimeError as error:
+        store.set(f"end of rank {rank}", "none")
         if lesson.WAITED.search(str(error)):
             return None, NO_END, batches
         raise
-    store.set(f"end of rank {rank}", "")
+    store.set(f"end of rank {rank}", "here")
+    ends = {store.get(f"end of rank {other}") for other in range(world_size)}
     try:
-        store.wait([f"end of rank {other}" for other in range(world_size)], 2 * PATIENCE)
-        dist.all_reduce(total := torch.ones(()))  # a call too many or too few would meet this one
-        healthy = total.item() == world_size
+        healthy = ends == {b"here"}
+        if healthy:
+            dist.all_reduce(total := torch.ones(()))  # a call too many or too few would meet this
+            healthy = total.item() == world_size
     except RuntimeError:
         healthy = False
     return returned, None if healthy else "the ranks do not leave the job together", batches

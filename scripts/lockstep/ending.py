@@ -13,12 +13,12 @@ import io
 import json
 import os
 import re
-import runpy
 import signal
 import sys
 import threading
 import time
 import traceback
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,11 +70,25 @@ def _is_busy(frame):
 
 
 def run_script(script):
-    """Run a script as Python would; raise what it raises, or OSError if nobody takes its output."""
+    """Run a script as Python would; raise what it raises, or OSError if nobody takes its output.
+
+    What it has made stays until this process ends, and so does the stack of an error. A DDP object
+    that dies after its group waits for gloo's threads with Python's lock held, and for ever if one
+    of them wants that lock (~Reducer, and in it ~ProcessGroupGloo: seen in PyTorch 2.13).
+    """
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    _kept.append(main)
     try:
-        runpy.run_path(script, run_name="__main__")
+        exec(compile(Path(script).read_bytes(), str(script), "exec"), vars(main))
+    except BaseException as error:
+        _kept.append(error)
+        raise
     finally:
         sys.stdout.flush()
+
+
+_kept = []
 
 
 def leave_with(code):

@@ -36,10 +36,24 @@ def main():
         lost = ending.tells(ending.LOST, error)
         ending.write_end(ending.reason(error), lost, ending.tells(ending.LATE, error))
         if lost:
-            time.sleep(2)  # the rank that is the cause leaves before us, and torchrun sees it first
+            let_the_cause_leave_first()
         return 1
     ending.write_end(None)
     return 0
+
+
+def let_the_cause_leave_first():
+    """Return 2 s after a rank has told how it ended that has not only lost another, as we have.
+
+    For torchrun ends all others when it sees the first one leave. If the cause can't tell, because
+    it was killed, torchrun sees that, and ends us; if it is on another machine, nobody here tells.
+    """
+    all_are_here = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    end = time.monotonic() + (10 if all_are_here else 0)
+    folder = Path(os.environ["LOCKSTEP_ENDS"])
+    while all(told.lost for told in ending.read_ends(folder).values()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(2)
 
 
 def end_of_exit(code):

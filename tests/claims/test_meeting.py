@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from nbtools import RankFailed, free_ports, run
+from nbtools import RankFailed, free_ports, run, wait_for_all
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -32,13 +32,16 @@ def join(number, count, arguments_of):
     quiet()
     os.environ.pop("MASTER_ADDR", None)
     arguments = {"rank": number, "world_size": count, "timeout": timedelta(seconds=1)}
+    wait_for_all(number, count)
     try:
         dist.init_process_group("gloo", **(arguments | arguments_of(number)))
         dist.all_reduce(total := torch.tensor([number + 1]))
-        return total.item()
+        said = total.item()
+        wait_for_all(number, count, "is through")
     except Exception as error:
-        time.sleep(1 if number == 0 else 0)  # it has the store: the others need it
-        return f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        wait_for_all(number, count, "is through")  # with the error goes the store, which others use
+    return said
 
 
 def tcp(**more):
@@ -212,6 +215,7 @@ def meet_in_a_file(rank, world_size, path, die):
     dist.barrier()
     if die:
         os.kill(os.getpid(), 9)
+    dist.destroy_process_group()
 
 
 @pytest.mark.claim("E11")

@@ -66,7 +66,9 @@ def started(tmp_path_factory):
         "two": (torchrun, [two, *here], {}),
         "one": (torchrun, here, {}),
     }
-    return dict(zip(jobs, run(be_a_launcher, len(jobs), list(jobs.values())), strict=True))
+    return dict(
+        zip(jobs, run(be_a_launcher, len(jobs), list(jobs.values()), deadline=1500), strict=True)
+    )
 
 
 @pytest.mark.claim("A12")

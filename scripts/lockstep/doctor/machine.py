@@ -95,7 +95,7 @@ def look_at_versions():
 def look_at_torch():
     """Ask torch in a process of its own: a broken one may crash. Return rows."""
     command = [sys.executable, "-c", ASK_TORCH]
-    run = subprocess.run(command, capture_output=True, timeout=120, text=True)
+    run = subprocess.run(command, capture_output=True, timeout=600, text=True)
     if run.returncode != 0:
         why = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1][:200]
         cure = install(["torch"])

@@ -30,7 +30,7 @@ def look_at_pairs(peers, facts):
     listener, place = listen()
     with listener:
         everyone = peers.gather("here", {**facts, **place}, peers.timeout)
-        problems = reach_all(everyone, min(peers.timeout, 5))
+        problems = reach_all(everyone, peers.timeout)
         problems = peers.gather("reached", problems, 3 * peers.timeout)
     return everyone, unreached(everyone, problems) or time_all(peers, everyone)
 

@@ -1,0 +1,130 @@
+"""Make one process late, in whatever way it was started: chance as an input of a test.
+
+Python runs this file in each process that has its folder on PYTHONPATH (`late()` in test_late.py
+sets it): the kernel of a notebook, the process from which its ranks are forked, ranks of torchrun
+and of mp.spawn. LOCKSTEP_LATE says who is late:
+
+a rank, as "2"   0.4 s before it joins a group, 0.3 s before it makes another one, 0.2 s at each
+                 address that it reads of the ranks with which it then connects, 0.4 s before it
+                 leaves a group
+"parent"         who waits for ranks of mp.spawn looks at them a second late, when all have ended
+"""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+
+LATE = os.environ.get("LOCKSTEP_LATE", "")
+MODULES = {"torch.distributed.distributed_c10d", "torch.multiprocessing.spawn"}
+stores = []  # they stay as long as there is a group: C++ knows them, and does not keep them
+
+
+def delayed(function, seconds, is_late):
+    """Return the function, which takes its time first if is_late(its arguments by name)."""
+
+    @functools.wraps(function)
+    def late(*args, **options):
+        if is_late(options):
+            time.sleep(seconds)
+        return function(*args, **options)
+
+    return late
+
+
+def make_ranks_late(c10d):
+    """Let the functions that join, make and leave a group be late on one rank."""
+
+    def joins(options):
+        return str(options.get("rank", -1)) == LATE or os.environ.get("RANK") == LATE
+
+    def is_it(options):
+        return c10d.is_initialized() and str(c10d.get_rank()) == LATE
+
+    class SlowStore(c10d.Store):
+        """Passes on what gloo asks of a store while ranks connect; each address takes a while."""
+
+        def __init__(self, store):
+            super().__init__()
+            self.store = store
+            stores.append(self)
+
+        def set(self, key, value):
+            self.store.set(key, value)
+
+        def wait(self, keys, *limit):
+            self.store.wait(keys, *limit)
+
+        def get(self, key):
+            time.sleep(0.2)
+            return self.store.get(key)
+
+    connect = c10d._new_process_group_helper
+
+    @functools.wraps(connect)
+    def connect_slowly(size, rank, members, backend, store, *args, **options):
+        first = not c10d.is_initialized()
+        late = str(rank) == LATE if first else is_it({})
+        if late and "gloo" in str(backend):
+            store = SlowStore(store)
+        return connect(size, rank, members, backend, store, *args, **options)
+
+    c10d._new_process_group_helper = connect_slowly
+    c10d.init_process_group = delayed(c10d.init_process_group, 0.4, joins)
+    c10d._new_group_with_tag = delayed(c10d._new_group_with_tag, 0.3, is_it)
+    leave = c10d.destroy_process_group
+
+    @functools.wraps(leave)
+    def leave_late(*args, **options):
+        time.sleep(0.4 * is_it({}))
+        leave(*args, **options)
+        if not c10d.is_initialized():
+            stores.clear()
+
+    c10d.destroy_process_group = leave_late
+
+
+def make_parent_late(spawn):
+    """Let who waits for spawned ranks look at them when more than one has ended."""
+    spawn.ProcessContext.join = delayed(spawn.ProcessContext.join, 1, lambda options: True)
+
+
+class Finder:
+    """Finds the modules as Python would, and changes them as soon as they are imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in MODULES:
+            return None
+        MODULES.remove(name)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module):
+            execute(module)
+            if LATE == "parent" and name.endswith("spawn"):
+                make_parent_late(module)
+            elif LATE.isdecimal() and name.endswith("c10d"):
+                make_ranks_late(module)
+
+        spec.loader.exec_module = execute_and_change
+        return spec
+
+
+def stay_on_the_path(start=subprocess.Popen.__init__):
+    """Reach programs as well that are started with a PYTHONPATH of their own."""
+
+    @functools.wraps(start)
+    def start_with_us(self, *args, env=None, **options):
+        if env is not None:
+            folders = [os.path.dirname(os.path.abspath(__file__)), env.get("PYTHONPATH", "")]
+            env = {**env, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        start(self, *args, env=env, **options)
+
+    subprocess.Popen.__init__ = start_with_us
+
+
+if LATE:
+    sys.meta_path.insert(0, Finder())
+    stay_on_the_path()
