@@ -14,7 +14,6 @@ Output to expect on a CPU:
 import argparse
 import collections
 import contextlib
-import ctypes
 import importlib.util
 import json
 import logging
@@ -337,6 +336,8 @@ def end_with_parent():
     """
     parent = multiprocessing.parent_process()
     if sys.platform == "linux":
+        import ctypes
+
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
         if os.getppid() != parent.pid:  # it has ended meanwhile

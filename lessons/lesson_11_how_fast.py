@@ -285,7 +285,10 @@ def measure(shape, args, place, alone):
         fact |= contest.copied | {"seen": contest.seen[name], "threads": contest.threads}
         fact |= {"cpu": not contest.batch[0].is_cuda, "buckets": buckets_of(contest.works[name])}
         facts.append(fact | {"seconds": [ranks[contest.rank][0] for ranks in times[name]]})
-    return times, facts, buckets_of(contest.works["DDP"])
+    buckets = buckets_of(contest.works["DDP"])
+    contest.works.clear()  # no DDP object may outlive the group
+    contest.models.clear()
+    return times, facts, buckets
 
 
 def buckets_of(work):

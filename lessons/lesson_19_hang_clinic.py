@@ -508,16 +508,22 @@ def treat(jobs, args, folder, nurse):
             run.ids.append(os.fork() or be_forked(job, rank, run, args, nurse))
             with contextlib.suppress(OSError):  # it is there already, or it has ended
                 os.setpgid(run.ids[-1], nurse.pid)
-    marks, deadline = [run.folder / f"here_{r}" for run in runs for r in range(args.nproc)], 300
+    for moment in ("start", "here"):  # before they join, and when all have joined
+        let_all_go(moment, runs, args.nproc)
+    runs = [run._replace(begin=time.time()) for run in runs]
+    wait_for(runs, args.limit)
+    return {(run.name, run.kind): run for run in runs}
+
+
+def let_all_go(moment, runs, nproc, deadline=300):
+    """Wait until each rank of all runs waits for this moment, then let them go on."""
+    marks = [run.folder / f"{moment}_{rank}" for run in runs for rank in range(nproc)]
     while not all(mark.exists() for mark in marks):
         time.sleep(0.01)
         if time.time() > runs[0].begin + deadline:
             raise TimeoutError(f"not all ranks have started after {deadline} s")
-    runs = [run._replace(begin=time.time()) for run in runs]
     for run in runs:
-        (run.folder / "go").touch()
-    wait_for(runs, args.limit)
-    return {(run.name, run.kind): run for run in runs}
+        (run.folder / f"go_{moment}").touch()
 
 
 def wait_for(runs, limit):
@@ -553,11 +559,11 @@ def be_forked(job, rank, run, args, nurse):
         for number in (1, 2):
             os.dup2(said, number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-        be_a_rank(job, rank, run, args, lambda: wait_for_go(rank, run.folder))
+        be_a_rank(job, rank, run, args, lambda moment: wait_for_go(moment, rank, run.folder))
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        go = run.folder / "go"
+        go = run.folder / "go_here"
         begun = go.stat().st_mtime if go.exists() else 0
         if run.kind == "plain" and time.time() < begun + 0.8 * args.limit:
             write_calls(run.folder / f"calls_{rank}")  # it has failed before its clock rang
@@ -565,10 +571,10 @@ def be_forked(job, rank, run, args, nurse):
         os._exit(code)
 
 
-def wait_for_go(rank, folder):
-    """Say that this rank has joined, and wait until all ranks of all runs have."""
-    (folder / f"here_{rank}").touch()
-    while not (folder / "go").exists():
+def wait_for_go(moment, rank, folder):
+    """Say that this rank has come to this moment, and wait until all ranks of all runs have."""
+    (folder / f"{moment}_{rank}").touch()
+    while not (folder / f"go_{moment}").exists():
         time.sleep(0.01)
 
 
@@ -580,9 +586,9 @@ def be_a_rank(job, rank, run, args, meet):
     torch.manual_seed(args.seed + rank)
     store = dist.FileStore(str(run.folder / "store"), args.nproc)
     place = {"store": store, "rank": rank, "world_size": args.nproc}
-    dist.init_process_group("gloo", **place)
-    meet()  # who joins late is not ill: the limit and all clocks begin when all are here
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.limit))
+    meet("start")  # who starts late is not ill
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.limit), **place)
+    meet("here")  # all clocks begin when all have joined
     if run.kind == "plain":
         leave_stacks(run.folder / f"stacks_{rank}")
         leave_calls(run.folder / f"calls_{rank}", 0.8 * args.limit)  # once in a run

@@ -22,7 +22,7 @@ from nbtools import run
 # Send the functions of this file to the ranks, so that no rank has to import this file.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FOLDER = ROOT / "tests" / "late"
-ON_TWO = [lesson.number for lesson in lessons.TABLE if "torch" in lesson.packages]
+ON_TWO = [lesson.number for lesson in lessons.TABLE if "torch" in lesson.packages][1:]  # 01: none
 ON_FOUR = ["04", "12", "13", "14", "16", "18", "19"]  # their notebooks start more than two ranks
 
 
@@ -106,23 +106,24 @@ def check_notebook(number, env):
     assert ended.returncode == 0, re.sub(r"\x1b\[\d+m", "", ended.stdout)[-3000:]
 
 
-WHO = [(n, who) for n in ON_TWO for who in range(4 if n in ON_FOUR else 2)]
+WHO = [(n, who) for n in ON_TWO for who in ((1, 3) if n in ON_FOUR else (0, 1))]
+WHO += [("04", 0), ("19", 0), ("03", "parent")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, who", [*WHO, ("03", "parent")])
+@pytest.mark.parametrize("number, who", WHO)
 def test_a_notebook_says_the_same_whoever_is_late(number, who):
     check_notebook(number, late(who))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["03", "04", "12", "14", "19"])  # they show how long things take
+@pytest.mark.parametrize("number", ["04", "05", "10", "12", "19"])  # they have the shortest limits
 def test_a_notebook_says_the_same_on_a_busy_machine(number):
     with busy_processors():
         check_notebook(number, ENVIRONMENT)
 
 
-SCRIPTS = [n for n in ON_TWO if n not in ("01", "14")]  # 01 has no ranks, 14 wants four
+SCRIPTS = [number for number in ON_TWO if number != "14"]  # which wants four
 
 
 @pytest.mark.slow

@@ -95,16 +95,17 @@ with tempfile.TemporaryDirectory():
     while not pathlib.Path("go_on").exists():
         time.sleep(0.05)
 """
-# A rank that a lesson has spawned, without the others: it waits where it would meet them.
+# A rank that a lesson has spawned, without the others: it waits where it would meet them, in C, and
+# holds Python's lock, so that no thread of Python goes on, and no signal is heard.
 SPAWNED = """
-import os, time
+import ctypes, os, time
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 def wait(*arguments, **options):
     Path("ready").touch()
-    time.sleep(1000)
+    ctypes.PyDLL(None).sleep(1000)
 
 def work():
     {work}
@@ -119,6 +120,10 @@ WORK = {
     sys.modules["paddle"] = SimpleNamespace(nn=SimpleNamespace(Layer=object))
     import lesson_08_paddle_parallel_do as lesson
     lesson.be_a_rank(wait, (), None)""",
+    "15": """
+    import lesson_15_four_frameworks as lesson
+    lesson.end_with_parent()
+    wait()""",
 }
 
 

@@ -30,7 +30,8 @@ SLOW_AND_RARE = ["sklearn.datasets", "torch.distributed.pipelining"]  # and thes
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
 MEETING = 300  # seconds that ranks have to start and to meet
-STILL = 1  # seconds without a move, after which ranks wait for some that have returned, if any
+STILL = 0.3  # seconds without a move: those that are left wait for one that has returned
+WORKING = 5  # times the deadline, if ranks still move: they work, or run in a circle
 MET = True  # what a rank sends when it has met the others
 KEPT = 100_000  # bytes at the beginning of what a rank writes, and as many at the end
 
@@ -43,15 +44,16 @@ def run(fn, nproc, *args, deadline=120):
     of a stream of more than 200 kB only the first and the last 100 kB.
 
     The ranks leave together: one that has returned keeps its groups, and its store, until all have,
-    because another may still be connecting to it. The seconds of `deadline` begin when all ranks
-    have met, and are their own time (own_time.py): no late rank and no busy machine shortens it.
+    because another may still be connecting to it. Time is up when they have met, and then none has
+    moved for `deadline` seconds, or when they have worked for five times as long. These seconds are
+    their own time (own_time.py): no late rank and no busy machine takes from them.
 
     Several threads may call it at once.
 
-    Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, when the ranks
-    have not finished after `deadline` seconds (it says where each of them is), and when `fn`, its
-    arguments or a value can't be pickled. In any case the ranks have ended, and the processes that
-    they have started (unless those have left the ranks' process group).
+    Raises ValueError for a bad `nproc`, and RankFailed when a rank raises or dies, when time is up
+    (it says where each rank is), and when `fn`, its arguments or a value can't be pickled. In any
+    case the ranks have ended, and the processes that they have started (unless those have left the
+    ranks' process group).
     """
     if not isinstance(nproc, int) or not 1 <= nproc <= 64:
         raise ValueError(f"nproc must be a whole number from 1 to 64, not {nproc!r}")
@@ -69,8 +71,8 @@ def run(fn, nproc, *args, deadline=120):
                 for number in range(nproc):
                     ranks.append(_Rank(number, folder))
                     ranks[-1].start(nproc, payload, folder, group)
-                _collect(ranks, deadline)
-                failure = _find_failure(ranks, deadline)
+                seconds = _collect(ranks, deadline)
+                failure = _find_failure(ranks, seconds)
         finally:
             for rank in ranks:
                 rank.end()
@@ -240,9 +242,14 @@ class _Stream:
 
 
 def _collect(ranks, deadline):
-    """Read answers until every rank has answered, one has failed, or time is up, own time."""
+    """Read answers until every rank has answered, one has failed, or time is up.
+
+    Return the seconds after which it is up: `deadline`, if no rank has moved.
+    """
     waiting, clock, begun, end = list(ranks), OwnTime(), False, MEETING
     while waiting and clock.look(rank.process.pid for rank in waiting) < end:
+        if begun and clock.still >= deadline:
+            return deadline
         streams = [stream for rank in ranks for stream in rank.streams if stream.open]
         answers = [end for rank in waiting for end in (rank.receiver, rank.process.sentinel)]
         ready = wait(streams + answers, min(0.25, max(0, end - clock.seconds)))
@@ -256,14 +263,16 @@ def _collect(ranks, deadline):
                     end = min(end, clock.seconds + PATIENCE[rank.failure.secondary])
         waiting = [rank for rank in waiting if not rank.answered]
         if not begun and all(rank.has_met for rank in ranks):
-            begun, end = True, clock.seconds + deadline
+            begun, end = True, clock.seconds + WORKING * deadline
+            clock.still = 0.0
         if clock.still > STILL and not any(rank.joins.exists() for rank in waiting):
             for rank in ranks:
                 if rank.answered:  # who waits for it now loses it, and says so
                     rank.process.kill()
+    return WORKING * deadline
 
 
-def _find_failure(ranks, deadline):
+def _find_failure(ranks, seconds):
     """Return the exception that tells what has gone wrong, or None."""
     waiting = [rank for rank in ranks if not rank.answered]
     failed = [rank for rank in ranks if rank.failure is not None]
@@ -272,7 +281,7 @@ def _find_failure(ranks, deadline):
         return None
     states = {rank.number: ("had already returned",) * 2 for rank in returned}
     if not failed:
-        late = f"no answer after {deadline} s"
+        late = f"no answer after {seconds} s"
         if not all(rank.has_met for rank in ranks):
             late = f"the ranks have not met after {MEETING} s"
         return RankFailed(f"{late}: {blame.sentence(_ask(waiting) | states)}")

@@ -282,7 +282,7 @@ def play_all(rank, world_size, numbers, seeds):
 @functools.cache
 def jobs(nproc, seeds=(0, 1, 2)):
     """Return {number: [(job with its bug, job without)]}, run on so many ranks."""
-    everyone = run(play_all, nproc, tuple(BUGS), seeds)
+    everyone = run(play_all, nproc, tuple(BUGS), seeds, deadline=300)
     found = {number: [] for number in BUGS}
     for number, seed in everyone[0]:
         pairs = zip(*(theirs[number, seed] for theirs in everyone), strict=True)

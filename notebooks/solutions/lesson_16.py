@@ -6,7 +6,7 @@ from datetime import timedelta
 import lesson_16_all_reduce as lesson
 import torch
 import torch.distributed as dist
-from nbtools import RankFailed, run
+from nbtools import RankFailed, run, wait_for_all
 
 LENGTHS = (9, 10, 2, 1, 1003)  # also what 3 does not divide, and fewer numbers than ranks
 PATIENCE = timedelta(seconds=3)  # of a rank in one send or receive
@@ -19,9 +19,10 @@ def examine(rank, world_size, attempt, wants_part):
     """
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
+    wait_for_all(rank, world_size)  # who starts late is not the one that waits in vain
+    dist.init_process_group("gloo", store=store, **place)
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(PATIENCE)  # now that all have met
     found = []
     for numbers in LENGTHS:
         tensor = lesson.make_tensor(numbers, torch.float32, 0, torch.device("cpu"))

@@ -6,7 +6,7 @@ from datetime import timedelta
 import lesson_19_hang_clinic as lesson
 import torch
 import torch.distributed as dist
-from nbtools import RankFailed, run
+from nbtools import RankFailed, run, wait_for_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,10 +19,10 @@ def examine(rank, world_size, attempt):
     """Do the repaired job; return (what it returned, what is wrong here, batches through DDP)."""
     dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
     store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
-    place = {"rank": rank, "world_size": world_size}
+    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
+    wait_for_all(rank, world_size)  # who starts late is not the one that waits in vain
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), **place)
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(PATIENCE)  # now that all have met
     torch.manual_seed(rank)
     batches = []
 

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import sys
 import threading
@@ -80,7 +81,10 @@ def run_script(script):
     main.__file__ = str(script)
     _kept.append(main)
     try:
-        exec(compile(Path(script).read_bytes(), str(script), "exec"), vars(main))
+        if Path(script).is_dir():  # a package of ours, with its __main__.py
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            exec(compile(Path(script).read_bytes(), str(script), "exec"), vars(main))
     except BaseException as error:
         _kept.append(error)
         raise
