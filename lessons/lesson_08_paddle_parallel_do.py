@@ -332,7 +332,8 @@ def be_a_rank(function, args, folder):
 def end_with_parent():
     """Let this process end when the one that has started it does.
 
-    On Linux the kernel sees to it. The thread, elsewhere, can't while C++ code holds Python's lock.
+    On Linux the kernel sees to it (when the thread ends that has started us, which waits for us).
+    Elsewhere a thread does, but not while C++ code holds Python's lock.
     """
     parent = multiprocessing.parent_process()
     if sys.platform == "linux":

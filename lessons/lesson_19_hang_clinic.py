@@ -527,10 +527,10 @@ def let_all_go(moment, runs, nproc, deadline=300):
 
 
 def wait_for(runs, limit):
-    """Wait for ranks, a second longer than they wait for each other; look at them four times."""
+    """Wait for ranks, 3 s longer than they wait for each other; look at them four times."""
     begin, looks = time.time(), [limit - 1 + 0.2 * number for number in range(4)]
     living = {pid: (run, rank) for run in runs for rank, pid in enumerate(run.ids)}
-    while living and time.time() < begin + limit + 1:
+    while living and time.time() < begin + limit + 3:
         time.sleep(0.01)
         for pid, (run, rank) in list(living.items()):
             if (ended := os.waitpid(pid, os.WNOHANG))[0]:

@@ -117,7 +117,7 @@ def examine_tasks(number, tasks, attempts):
         verdicts[task] = {}
         for title, attempt, words, its_check in all_attempts(task, check, solution, attempts):
             print(f"lesson {number}, {task}: {title or 'the solution'}", file=sys.stderr)
-            verdicts[task][title] = [judge(its_check, attempt, deadline=1500), words]
+            verdicts[task][title] = [judge(its_check, attempt), words]
     return verdicts
 
 

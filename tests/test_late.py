@@ -1,4 +1,4 @@
-"""Nothing depends on who is late: each rank is in turn, and so is who waits for ranks to end.
+"""Nothing depends on who is late: a rank, another one, or who waits for ranks to end.
 
 tests/late/sitecustomize.py makes them late, in processes that were started in any way.
 """
@@ -82,7 +82,7 @@ def test_who_has_returned_stays_until_all_have_connected():
         assert list(answers) == [[0, 1, 2, 3]] * 4
 
 
-# --- Slow: every notebook and every lesson, with each rank late ---
+# --- Slow: the notebooks and the lessons ---
 
 
 @contextlib.contextmanager

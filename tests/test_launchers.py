@@ -624,17 +624,21 @@ def fail_on_rank_1(rank, world_size, device, how, file):
 
 @pytest.mark.claim("B7")
 @pytest.mark.parametrize(
-    "how, line",
-    [("is killed", "terminated with signal SIGKILL"), ("raises", "ValueError: no such row")],
+    "how, error, line",
+    [
+        ("is killed", mp.ProcessExitedException, "terminated with signal SIGKILL"),
+        ("raises", mp.ProcessRaisedException, "ValueError: no such row"),
+    ],
 )
-def test_a_spawned_rank_that_fails_ends_the_job(how, line, tmp_path):
+def test_a_spawned_rank_that_fails_ends_the_job(how, error, line, tmp_path):
     """Which rank is reported depends on when mp.spawn looks: page 03 says so (test_late.py)."""
     lesson = importlib.import_module(script_of("03").stem)
     with pytest.raises((mp.ProcessRaisedException, mp.ProcessExitedException)) as raised:
         lesson.launch_job(fail_on_rank_1, 2, how, str(tmp_path / "moment"))
     assert time.monotonic() - float((tmp_path / "moment").read_text()) < 100  # gloo's: two minutes
-    of_rank = {1: line, 0: "by peer"}  # rank 0 loses rank 1, and may have ended as well by then
-    assert of_rank[raised.value.error_index] in str(raised.value).splitlines()[-1]
+    echo = mp.ProcessRaisedException, "by peer"  # rank 0 loses rank 1, and may have ended as well
+    kind, words = {1: (error, line), 0: echo}[raised.value.error_index]
+    assert type(raised.value) is kind and words in str(raised.value).splitlines()[-1]
     family = psutil.Process().children(recursive=True)
     assert [one for one in family if "spawn_main" in " ".join(one.cmdline())] == []
 

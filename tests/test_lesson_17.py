@@ -182,7 +182,8 @@ if __name__ == "__main__":
     ddp.eval()
     with torch.no_grad():
         loss = (ddp(rows) - rows.sum(1, keepdim=True)).square().mean()
-    print(len(ddp.buckets), loss.item() < 0.5, f"{loss.item():.17g}")
+    learned = loss.item() < 1  # 3 untrained; 0.4 to 0.6 by seed and processor
+    print(len(ddp.buckets), learned, f"{loss.item():.17g}")
     dist.destroy_process_group()
 """
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from nbtools import pictures
+from nbtools import own_time, pictures
 from nbtools.record import Saved, Span, over_before_the_update, record, until_all_have_come
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.
@@ -193,6 +193,52 @@ def test_ranks_draw_different_numbers_unless_seeded():
 def test_a_bad_number_of_ranks_is_refused(nproc):
     with pytest.raises(ValueError, match="nproc must be a whole number from 1 to 64"):
         nbtools.run(speak, nproc)
+
+
+# --- Deadlines: own time ---
+
+
+def run_in_a_circle(rank, world_size):
+    while True:
+        pass
+
+
+def test_an_endless_loop_ends_at_three_times_the_deadline():
+    with pytest.raises(
+        nbtools.RankFailed, match=r"no answer after 3 s: rank 0 is in run_in_a_circ"
+    ):
+        nbtools.run(run_in_a_circle, 1, deadline=1)
+
+
+OWN = {  # name: looks at two processes, (seconds later, {process: (used, not let)}); own, still
+    "both sleep": ([(10, {1: (0, 0), 2: (0, 0)})], 10, 10),
+    "one works": ([(10, {1: (9, 0), 2: (0, 0)})], 10, 0),
+    "one is not let": ([(10, {1: (1, 8), 2: (0, 0)})], 2, 0),
+    "both work on one processor": ([(10, {1: (5, 5), 2: (5, 5)})], 10, 0),
+    "one looks at a file again and again": ([(1, {1: (0.02, 0), 2: (0, 0)})] * 10, 10, 10),
+    "it works, and then it sleeps": ([(5, {1: (5, 0)}), (5, {1: (0, 0)})], 10, 5),
+    "one works, and prints all the time": ([(0.1, {1: (0.1, 0), 2: (0, 0)})] * 100, 10, 0),
+    "nobody was ever let": ([(10, {1: (0, 10), 2: (0, 10)})], 0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_time(name, monkeypatch):
+    looks, own, still = OWN[name]
+    now, so_far = [0.0], {1: (0.0, 0.0), 2: (0.0, 0.0)}
+    monkeypatch.setattr(own_time.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(own_time.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(own_time, "_times", lambda pid: (so_far[pid][0], {"main": so_far[pid][1]}))
+    clock = own_time.OwnTime()
+    now[0] = 0.05
+    clock.look(so_far)
+    for seconds, processes in looks:
+        now[0] += seconds
+        for pid, (used, not_let) in processes.items():
+            so_far[pid] = so_far[pid][0] + used, so_far[pid][1] + not_let
+        clock.look(so_far)
+    assert clock.seconds == pytest.approx(own + 0.05)
+    assert clock.still == pytest.approx(still, abs=0.051)
 
 
 # --- launch ---

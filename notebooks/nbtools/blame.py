@@ -146,9 +146,9 @@ def listen(path):
     faulthandler can do that while C++ code runs, as in a collective; Python itself can't.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.write(file, b"listens\n")
     faulthandler.enable(file)
     faulthandler.register(SIGNAL, file)
+    os.write(file, b"listens\n")
 
 
 def read_place(path):
@@ -166,28 +166,39 @@ def _read_frames(path, size):
     ]
 
 
-def ask(process, path):
-    """Ask a rank for its stack; return its frames, innermost first.
+def ask(processes, paths):
+    """Ask ranks for their stacks; return the frames of each, innermost first.
 
-    [] if it does not listen yet (the signal would end it), has ended, or was stopped. On a busy
-    machine it may take seconds to answer.
+    [] of a rank that does not listen yet (the signal would end it), has ended, or was stopped. On a
+    busy machine they may take seconds to answer.
     """
-    size = path.stat().st_size
-    end = time.monotonic() + (60 if size else 0)
-    if size and process.is_alive():
-        os.kill(process.pid, SIGNAL)
+    sizes = [path.stat().st_size for path in paths]
+    for process, size in zip(processes, sizes, strict=True):
+        if size and process.is_alive():
+            os.kill(process.pid, SIGNAL)
+    end = time.monotonic() + 30
+    return [
+        _wait_for_frames(process, path, size, end if size else 0)
+        for process, path, size in zip(processes, paths, sizes, strict=True)
+    ]
+
+
+def _wait_for_frames(process, path, size, end):
+    frames = []
     while process.is_alive() and time.monotonic() < end:
         frames = _read_frames(path, size)
         if frames and frames[-1][2] == "<module>":  # the outermost frame is written last
-            return frames
+            break
+        if path.read_bytes()[size:].endswith(b"  ...\n"):  # of a deep stack it is not written
+            break
         time.sleep(0.01)
-    return []
+    return frames
 
 
 def state(frames):
     """Return what a rank with these frames is doing, as (singular, plural) for sentence()."""
     place = find_place(frames)
-    if place is None and "_send" in {function for _, _, function in frames}:
+    if place is None and {function for _, _, function in frames} & {"_value", "_send"}:
         return "is sending its value", "are sending their values"
     if place is None:
         return "is still starting", "are still starting"

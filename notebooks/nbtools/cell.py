@@ -1,5 +1,6 @@
 """What a cell of a notebook calls: show source, show a number, judge an attempt, give a hint."""
 
+import collections
 import contextlib
 import difflib
 import inspect
@@ -94,7 +95,7 @@ class _TooLong(BaseException):
     """The deadline has come. Not an Exception: an attempt that catches those must not catch it."""
 
 
-def judge(check, attempt, deadline=300):
+def judge(check, attempt, deadline=600):
     """Return what `check` says about `attempt`, in one line.
 
     It does not raise (but for an interrupt from the keyboard), and it ends: an attempt that runs
@@ -159,15 +160,21 @@ def free_ports(count):
     """Return `count` different ports of this machine on which nobody listens now.
 
     They lie below those that the operating system gives away by itself (from 32768 on Linux, from
-    49152 on macOS). So no other program is given one of them before it is used.
+    49152 on macOS). So no other program is given one of them before it is used; nor is another
+    thread of this one, until some hundred others have been.
     """
     ports = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
         if len(ports) == count:
             break
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
+            if port not in _given:  # while we listen there, no other thread can
+                _given.append(port)
+                ports.append(port)
     return ports
+
+
+_given = collections.deque(maxlen=500)
 
 
 # --- A framework that is not installed, and the lesson that needs it ---

@@ -1,44 +1,54 @@
-"""How long processes have been at it by their own clocks, and whether they stand still.
+"""How long ranks have been at it by their own clocks, and whether they stand still.
 
-On a busy machine a process waits for a processor, and that is nobody's fault. So a deadline counts
-a rank's own time: the time that passes, less the time in which it could have gone on and was not
-let. And ranks that wait for each other for ever show it: they use no processor, and want none.
+On a busy machine a rank waits for a processor, and that is nobody's fault. So a deadline counts the
+ranks' own time: the time that passes, less the time in which one of them could have gone on, and
+other programs had the processors. And ranks that wait for each other for ever can be seen: they use
+next to nothing of a processor.
 """
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
 import psutil
 
-STILL = 0.01  # of a processor, at most: a thread of torch wakes up ten times a second
+MOVES = 0.05  # of a processor, and more: a rank that waits may look at a file 100 times a second
+TICKS = 0.02  # seconds of a processor: Linux counts them in steps of 0.01
 
 
 class OwnTime:
     """Counts for some processes: `seconds` of own time, and `still`, how long none has moved.
 
-    `still` is own time, too. How long a process was not let is told by Linux; elsewhere own time is
-    the time that passes (https://docs.kernel.org/scheduler/sched-stats.html, schedstat of a task).
+    `still` is own time, too. How long a process was not let go on is told by Linux; elsewhere own
+    time is the time that passes (https://docs.kernel.org/scheduler/sched-stats.html, schedstat of a
+    task). What the processes take from each other counts as theirs, and a twentieth of the time
+    that passes always does. What a process has started is not looked at: who waits for it is still.
     """
 
     def __init__(self):
         self.seconds = self.still = 0.0
-        self._moment = time.monotonic()
-        self._before = {}  # process id: (seconds of the processor, {thread: seconds not let})
+        self._moment, self._before = time.monotonic(), {}
+        self._used = 0.0  # of a processor by the busiest one, since any has moved
 
     def look(self, pids):
         """Look at the processes that are at it now, and count on; return `seconds`."""
-        passed, now = time.monotonic() - self._moment, {pid: _times(pid) for pid in pids}
-        self._moment += passed
+        passed = time.monotonic() - self._moment
+        if passed < 0.05:
+            return self.seconds
+        now = {pid: _times(pid) for pid in pids}
         used, not_let = [0.0], [0.0]
         for pid, (busy, waited) in now.items():
-            busy_before, waited_before = self._before.get(pid, (0.0, {}))
-            used.append(busy - busy_before if pid in self._before else passed)
+            busy_before, waited_before = self._before.get(pid, (busy, waited))
+            used.append(busy - busy_before)
             not_let += [seconds - waited_before.get(one, 0.0) for one, seconds in waited.items()]
-        own = max(0.0, passed - max(not_let)) if self._before else passed
-        self._before = now
+        own = max(passed - max(not_let), sum(used) / (os.cpu_count() or 1), passed / 20)
+        self._moment, self._before = self._moment + passed, now
         self.seconds += own
-        self.still = self.still + own if max(used) <= STILL * passed + 0.01 else 0.0
+        self.still += own
+        self._used += max(used)
+        if self._used > TICKS + MOVES * self.still:
+            self.still = self._used = 0.0
         return self.seconds
 
 
@@ -48,7 +58,7 @@ def _times(pid):
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         busy = times.user + times.system
-    for file in Path("/proc", str(pid), "task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # this thread has just ended
+    with contextlib.suppress(OSError):  # this process, or one of its threads, has just ended
+        for file in Path("/proc", str(pid), "task").glob("*/schedstat"):
             waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
     return busy, waited

@@ -30,23 +30,26 @@ SLOW_AND_RARE = ["sklearn.datasets", "torch.distributed.pipelining"]  # and thes
 
 PATIENCE = {False: 0.3, True: 5}  # seconds for the true cause to arrive, if this one is secondary
 MEETING = 300  # seconds that ranks have to start and to meet
-STILL = 0.3  # seconds without a move: those that are left wait for one that has returned
-WORKING = 5  # times the deadline, if ranks still move: they work, or run in a circle
+STILL = 1  # seconds without a move: those that are left seem to wait for one that has returned
+WORKING = 3  # times the deadline, if ranks still move: they work, or run in a circle
 MET = True  # what a rank sends when it has met the others
 KEPT = 100_000  # bytes at the beginning of what a rank writes, and as many at the end
 
 
-def run(fn, nproc, *args, deadline=120):
+def run(fn, nproc, *args, deadline=60):
     """Call `fn(rank, world_size, *args)` in `nproc` processes and return the values, by rank.
 
     The processes have joined one process group (gloo, on the CPU) before `fn` is called. `fn` may
     be defined in a notebook cell. What the ranks printed is printed here, in the order of ranks;
     of a stream of more than 200 kB only the first and the last 100 kB.
 
-    The ranks leave together: one that has returned keeps its groups, and its store, until all have,
-    because another may still be connecting to it. Time is up when they have met, and then none has
-    moved for `deadline` seconds, or when they have worked for five times as long. These seconds are
-    their own time (own_time.py): no late rank and no busy machine takes from them.
+    The ranks leave together: one that has returned keeps its groups, because another may still be
+    connecting to it. It ends when all have returned, and when no other moves any more, nor makes a
+    group: they seem to wait for it, and now lose it. Its threads end with it.
+
+    Time is up when the ranks have met, and then none has moved for `deadline` seconds, or when they
+    have worked for three times as long. These seconds are their own time (own_time.py): who is late
+    for the meeting takes nothing from them, nor, on Linux, do other programs on a busy machine.
 
     Several threads may call it at once.
 
@@ -97,7 +100,8 @@ def wait_for_all(rank, world_size, moment="here"):
     """On a rank of run(): return when all its ranks have called this, for each `moment` once.
 
     They need no group for it, and keep no connection: it also holds ranks together that have left
-    their group, or did not get into one. (Each leaves a file in the folder of this run.)
+    their group, or did not get into one. (Each leaves a file in the folder of this run. So a second
+    call with the same moment returns at once.)
     """
     folder = Path(os.environ["TMPDIR"])
     Path(folder, f"{moment} {rank}").touch()
@@ -263,12 +267,13 @@ def _collect(ranks, deadline):
                     end = min(end, clock.seconds + PATIENCE[rank.failure.secondary])
         waiting = [rank for rank in waiting if not rank.answered]
         if not begun and all(rank.has_met for rank in ranks):
-            begun, end = True, clock.seconds + WORKING * deadline
-            clock.still = 0.0
-        if clock.still > STILL and not any(rank.joins.exists() for rank in waiting):
+            begun, clock.still = True, 0.0
+            if not any(rank.failure for rank in ranks):
+                end = clock.seconds + WORKING * deadline
+        if begun and clock.still > STILL and not any(rank.joins.exists() for rank in waiting):
             for rank in ranks:
-                if rank.answered:  # who waits for it now loses it, and says so
-                    rank.process.kill()
+                if rank.answered and rank.process.is_alive():
+                    rank.process.kill()  # who waits for it now loses it, and says so
     return WORKING * deadline
 
 
@@ -297,7 +302,8 @@ def _find_failure(ranks, seconds):
 
 
 def _ask(ranks):
-    return {rank.number: blame.state(blame.ask(rank.process, rank.stacks)) for rank in ranks}
+    stacks = blame.ask([rank.process for rank in ranks], [rank.stacks for rank in ranks])
+    return {rank.number: blame.state(one) for rank, one in zip(ranks, stacks, strict=True)}
 
 
 # --- A rank, as it sees itself ---
@@ -315,7 +321,7 @@ def rank_main(rank, world_size, payload, folder, group, sender, writers):
     try:
         fn, args, _store = _begin(rank, world_size, payload, folder)
         sender.send(MET)
-        answer = pickle(fn(rank, world_size, *args), "the value that it returned")
+        answer = _value(fn(rank, world_size, *args))
     except BaseException as error:
         answer = describe(error)
     for stream in (sys.stdout, sys.stderr):
@@ -325,6 +331,10 @@ def rank_main(rank, world_size, payload, folder, group, sender, writers):
     while not isinstance(answer, Failure):  # its groups stay until run() ends this process
         signal.pause()
     os._exit(1)  # no object of C++ is taken to pieces: that can block, or abort the process
+
+
+def _value(value):
+    return pickle(value, "the value that it returned")
 
 
 def _send(sender, answer):

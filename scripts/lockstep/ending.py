@@ -82,9 +82,10 @@ def run_script(script):
     _kept.append(main)
     try:
         if Path(script).is_dir():  # a package of ours, with its __main__.py
-            runpy.run_path(str(script), run_name="__main__")
+            _kept.append(runpy.run_path(str(script), run_name="__main__"))
         else:
-            exec(compile(Path(script).read_bytes(), str(script), "exec"), vars(main))
+            text = Path(script).read_bytes()
+            exec(compile(text, str(script), "exec", dont_inherit=True), vars(main))
     except BaseException as error:
         _kept.append(error)
         raise

@@ -16,6 +16,8 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # torchrun runs this 
 
 from lockstep import ending, imports, lessons  # noqa: E402
 
+ALL_ARE_HERE = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
 
 def main():
     """Run the script as this rank; return the exit code."""
@@ -48,8 +50,7 @@ def let_the_cause_leave_first():
     For torchrun ends all others when it sees the first one leave. If the cause can't tell, because
     it was killed, torchrun sees that, and ends us; if it is on another machine, nobody here tells.
     """
-    all_are_here = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    end = time.monotonic() + (10 if all_are_here else 0)
+    end = time.monotonic() + (10 if ALL_ARE_HERE else 0)
     folder = Path(os.environ["LOCKSTEP_ENDS"])
     while all(told.lost for told in ending.read_ends(folder).values()) and time.monotonic() < end:
         time.sleep(0.05)
