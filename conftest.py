@@ -232,11 +232,6 @@ def pytest_configure(config):
         os.environ["LOCKSTEP_RUNS"] = runs.name  # nbtools.launch looks there
     if hasattr(config.option, "nbval_sanitize_with"):  # absolute: pytest may start anywhere
         config.option.nbval_sanitize_with = str(ROOT / "notebooks/nbtools/nbval_sanitize.cfg")
-    # A kernel that is given ports may find them taken, when it has started: let it have files.
-    nbval_kernel = sys.modules.get("nbval.kernel")
-    if nbval_kernel:
-        with_files = functools.partial(nbval_kernel.KernelManager, transport="ipc")
-        nbval_kernel.KernelManager = with_files
     claim = config.option.claim
     if claim is not None and claim not in read_claims():
         raise pytest.UsageError(f"--claim {claim}: CLAIMS.md has no such claim")
