@@ -270,7 +270,9 @@ def _collect(ranks, deadline):
             begun, clock.still = True, 0.0
             if not any(rank.failure for rank in ranks):
                 end = clock.seconds + WORKING * deadline
-        if begun and clock.still > STILL and not any(rank.joins.exists() for rank in waiting):
+        if any(rank.joins.exists() for rank in waiting):
+            clock.still = 0.0  # none stands still while a group is made: some may be late for it
+        if begun and clock.still > STILL:
             for rank in ranks:
                 if rank.answered and rank.process.is_alive():
                     rank.process.kill()  # who waits for it now loses it, and says so
