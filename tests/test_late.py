@@ -106,10 +106,10 @@ def check_notebook(number, env):
     assert ended.returncode == 0, re.sub(r"\x1b\[\d+m", "", ended.stdout)[-3000:]
 
 
-# All of them take an hour and a half: LOCKSTEP_LATE_ALL=1.
+# All of them take long: LOCKSTEP_LATE_ALL=1.
 ALL = "LOCKSTEP_LATE_ALL" in os.environ
 WHO = [(n, who) for n in ON_TWO for who in range(4 if n in ON_FOUR else 2)]
-SOME = [("03", "parent"), ("04", 0), ("04", 1), ("13", 3), ("19", 1)]  # seen red, each of them
+SOME = [("03", "parent"), ("04", 0), ("04", 1), ("13", 3), ("19", 1)]
 
 
 @pytest.mark.slow
