@@ -1,4 +1,4 @@
-"""Nothing depends on who is late: a rank, another one, or who waits for ranks to end.
+"""Nothing depends on who is late: one rank, or another.
 
 tests/late/sitecustomize.py makes them late, in processes that were started in any way.
 """
@@ -109,11 +109,11 @@ def check_notebook(number, env):
 # All of them take long: LOCKSTEP_LATE_ALL=1.
 ALL = "LOCKSTEP_LATE_ALL" in os.environ
 WHO = [(n, who) for n in ON_TWO for who in range(4 if n in ON_FOUR else 2)]
-SOME = [("03", "parent"), ("04", 0), ("04", 1), ("13", 3), ("19", 1)]
+SOME = [("04", 0), ("04", 1), ("13", 3), ("19", 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, who", [*WHO, ("03", "parent")] if ALL else SOME)
+@pytest.mark.parametrize("number, who", WHO if ALL else SOME)
 def test_a_notebook_says_the_same_whoever_is_late(number, who):
     check_notebook(number, late(who))
 

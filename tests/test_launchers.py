@@ -631,7 +631,7 @@ def fail_on_rank_1(rank, world_size, device, how, file):
     ],
 )
 def test_a_spawned_rank_that_fails_ends_the_job(how, error, line, tmp_path):
-    """Which rank is reported depends on when mp.spawn looks: page 03 says so (test_late.py)."""
+    """Which rank is reported depends on when mp.spawn looks: page 03 says so."""
     lesson = importlib.import_module(script_of("03").stem)
     with pytest.raises((mp.ProcessRaisedException, mp.ProcessExitedException)) as raised:
         lesson.launch_job(fail_on_rank_1, 2, how, str(tmp_path / "moment"))

@@ -7,7 +7,6 @@ and of mp.spawn. LOCKSTEP_LATE says who is late:
 a rank, as "2"   0.4 s before it joins a group, 0.3 s before it makes another one, 0.2 s at each
                  address that it reads of the ranks with which it then connects, 0.4 s before it
                  leaves a group
-"parent"         who waits for ranks of mp.spawn looks at them a second late, when all have ended
 """
 
 import functools
@@ -18,7 +17,7 @@ import sys
 import time
 
 LATE = os.environ.get("LOCKSTEP_LATE", "")
-MODULES = {"torch.distributed.distributed_c10d", "torch.multiprocessing.spawn"}
+MODULES = {"torch.distributed.distributed_c10d"}
 stores = []  # they stay as long as there is a group: C++ knows them, and does not keep them
 
 
@@ -86,21 +85,6 @@ def make_ranks_late(c10d):
     c10d.destroy_process_group = leave_late
 
 
-def make_parent_late(spawn):
-    """Let who waits for spawned ranks look at them when more than one has ended."""
-    connection = spawn.multiprocessing.connection
-    wait = connection.wait
-
-    def look_late(objects, timeout=None):
-        objects = list(objects)
-        if wait(objects, timeout):
-            time.sleep(1)
-            return wait(objects, 0)
-        return []
-
-    connection.wait = look_late
-
-
 class Finder:
     """Finds the modules as Python would, and changes them as soon as they are imported."""
 
@@ -113,10 +97,7 @@ class Finder:
 
         def execute_and_change(module):
             execute(module)
-            if LATE == "parent" and name.endswith("spawn"):
-                make_parent_late(module)
-            elif LATE.isdecimal() and name.endswith("c10d"):
-                make_ranks_late(module)
+            make_ranks_late(module)
 
         spec.loader.exec_module = execute_and_change
         return spec
