@@ -562,6 +562,7 @@ def be_forked(job, rank, run, args, nurse):
         be_a_rank(job, rank, run, args, lambda moment: wait_for_go(moment, rank, run.folder))
         code = 0
     except BaseException:
+        faulthandler.unregister(signal.SIGUSR1)  # who says why it ends does not move
         sys.excepthook(*sys.exc_info())
         go = run.folder / "go_here"
         begun = go.stat().st_mtime if go.exists() else 0

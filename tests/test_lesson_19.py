@@ -124,6 +124,24 @@ def test_the_whole_matrix(nproc):
     assert set(result["named"]) == set(lesson.PATIENTS) - {"slow_rank"}
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_long_about_its_end_does_not_move(tmp_path):
+    """The groups of this patient give up while the doctor looks: rank 1 is then seen to end."""
+    source = Path(lesson.__file__).read_text()
+    for part, other in (
+        ("limit - 1 + 0.2 * number", "limit - 1 + 0.25 * number"),
+        (
+            "        sys.excepthook(*sys.exc_info())\n        go",
+            "        time.sleep(rank == 1)\n        go",
+        ),
+    ):
+        assert source.count(part) == 1, part
+        source = source.replace(part, other)
+    place = tmp_path / "late.py", source
+    passed, claim = verdict_of_warm_run(place, ["--patient", "group_order", "--nproc", "4"])
+    assert passed, claim
+
+
 def under_torchrun(patient, *flags, env=ENVIRONMENT):
     """Start a patient as a reader does by hand; return how it has ended."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
