@@ -7,6 +7,8 @@ and of mp.spawn. LOCKSTEP_LATE says who is late:
 a rank, as "2"   0.4 s before it joins a group, 0.3 s before it makes another one, 0.2 s at each
                  address that it reads of the ranks with which it then connects, 0.4 s before it
                  leaves a group
+"spawner"        the process that waits for ranks of mp.spawn: when it looks, it is 2 s after the
+                 first one has ended
 """
 
 import functools
@@ -15,9 +17,9 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 LATE = os.environ.get("LOCKSTEP_LATE", "")
-MODULES = {"torch.distributed.distributed_c10d"}
 stores = []  # they stay as long as there is a group: C++ knows them, and does not keep them
 
 
@@ -85,19 +87,38 @@ def make_ranks_late(c10d):
     c10d.destroy_process_group = leave_late
 
 
+def make_the_spawner_late(spawn):
+    """Let mp.spawn look late at which ranks have ended; it alone, and nobody else who waits."""
+    from multiprocessing import connection
+
+    def wait(ends, timeout=None):
+        if ready := connection.wait(ends, timeout):
+            time.sleep(2)
+            ready = connection.wait(ends, 0)
+        return ready
+
+    place = spawn.multiprocessing
+    seen_by_spawn = types.SimpleNamespace(**vars(place))
+    seen_by_spawn.connection = types.SimpleNamespace(wait=wait)
+    spawn.multiprocessing = seen_by_spawn
+
+
 class Finder:
-    """Finds the modules as Python would, and changes them as soon as they are imported."""
+    """Finds a module as Python would, and changes it as soon as it is imported."""
+
+    def __init__(self, name, change):
+        self.name, self.change = name, change
 
     def find_spec(self, name, path=None, target=None):
-        if name not in MODULES:
+        if name != self.name:
             return None
-        MODULES.remove(name)
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def execute_and_change(module):
             execute(module)
-            make_ranks_late(module)
+            self.change(module)
 
         spec.loader.exec_module = execute_and_change
         return spec
@@ -116,6 +137,9 @@ def stay_on_the_path(start=subprocess.Popen.__init__):
     subprocess.Popen.__init__ = start_with_us
 
 
+if LATE == "spawner":
+    sys.meta_path.insert(0, Finder("torch.multiprocessing.spawn", make_the_spawner_late))
+elif LATE:
+    sys.meta_path.insert(0, Finder("torch.distributed.distributed_c10d", make_ranks_late))
 if LATE:
-    sys.meta_path.insert(0, Finder())
     stay_on_the_path()
