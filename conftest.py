@@ -20,6 +20,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
+from jupyter_client.connect import LocalPortCache
 from lockstep import ending, lessons, network
 from nbtools import free_ports, run
 from nbtools.launch import file_of_run
@@ -34,6 +35,10 @@ gc.disable()  # until all tests are imported: nothing that they import is garbag
 # would never hear the interrupt that they send.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A notebook's kernel listens at five ports a second after Jupyter has chosen them. So it chooses
+# among ports that no other program is given meanwhile.
+LocalPortCache.find_available_port = lambda self, ip: free_ports(1)[0]
 
 # A framework's name for `import`, and for pip. Without it, what needs it is skipped.
 FRAMEWORKS = {lessons.IMPORT_NAMES.get(name, name): name for name in lessons.FRAMEWORKS}
