@@ -27,7 +27,7 @@ ON_FOUR = ["04", "12", "13", "14", "16", "18", "19"]  # their notebooks start mo
 
 
 def late(who):
-    """Return an environment in which this one is late: a rank, or "spawner"."""
+    """Return an environment in which this one is late: a rank, "spawner" or "gloo"."""
     path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     return ENVIRONMENT | {"LOCKSTEP_LATE": str(who), "PYTHONPATH": path}
 
@@ -137,3 +137,19 @@ def test_a_lesson_passes_whoever_is_late(number, who):
     script = Path(ROOT, "scripts", f"lesson_{number}.sh")
     ended = finish(start_program("bash", script, "--nproc=3", env=late(who)))
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+BY_HAND = ["02", "03", "05", "06", "09", "10", "11", "12", "13", "16", "17", "18"]
+COPIED = [path for path in (ROOT / "lessons").glob("*.py") if path.name[7:9] in BY_HAND]
+COPIED += sorted((ROOT / "templates").glob("smallest_*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", COPIED, ids=lambda path: path.stem)
+def test_what_a_reader_copies_ends_well_however_late_gloo_lets_go(script, tmp_path):
+    """Without a launcher of ours, which would end each rank before Python clears up."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable] if "spawn" in script.stem else command
+    for _ in range(1 + 4 * (script.stem == "smallest_ddp")):  # every second run was red
+        ended = finish(start_program(*command, script, env=late("gloo"), cwd=tmp_path))
+        assert ended.returncode == 0, ended.stderr

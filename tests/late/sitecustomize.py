@@ -9,6 +9,7 @@ a rank, as "2"   0.4 s before it joins a group, 0.3 s before it makes another on
                  leaves a group
 "spawner"        the process that waits for ranks of mp.spawn: when it looks, it is 2 s after the
                  first one has ended
+"gloo"           the threads of gloo: each takes 0.1 s to let go of what DDP has sent
 """
 
 import functools
@@ -16,6 +17,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -103,6 +105,29 @@ def make_the_spawner_late(spawn):
     spawn.multiprocessing = seen_by_spawn
 
 
+class SlowToGo:
+    """Is let go of slowly by another thread than the main one; the GIL is free meanwhile."""
+
+    def __del__(self):
+        if threading.get_ident() != threading.main_thread().ident:
+            for _ in range(25):  # it wants the GIL again and again
+                time.sleep(0.004)
+
+
+def make_gloo_late(c10d):
+    """Let gloo's threads come late to the Python object that every backward hands on to them.
+
+    backward() lets go of it at its end. Then whoever has it last needs the GIL: a thread of gloo.
+    """
+    torch = sys.modules["torch"]
+    stash = torch._C._stash_obj_in_tls
+
+    def stash_slowly(key, value):
+        stash(key, SlowToGo() if key == "context" else value)
+
+    torch._C._stash_obj_in_tls = stash_slowly
+
+
 class Finder:
     """Finds a module as Python would, and changes it as soon as it is imported."""
 
@@ -137,9 +162,12 @@ def stay_on_the_path(start=subprocess.Popen.__init__):
     subprocess.Popen.__init__ = start_with_us
 
 
-if LATE == "spawner":
-    sys.meta_path.insert(0, Finder("torch.multiprocessing.spawn", make_the_spawner_late))
-elif LATE:
-    sys.meta_path.insert(0, Finder("torch.distributed.distributed_c10d", make_ranks_late))
 if LATE:
+    if LATE == "spawner":
+        finder = Finder("torch.multiprocessing.spawn", make_the_spawner_late)
+    elif LATE == "gloo":
+        finder = Finder("torch.distributed.distributed_c10d", make_gloo_late)
+    else:
+        finder = Finder("torch.distributed.distributed_c10d", make_ranks_late)
+    sys.meta_path.insert(0, finder)
     stay_on_the_path()
