@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from conftest import ENVIRONMENT, ROOT
 from lockstep import ending, lessons, ranks, run
 from lockstep.ending import End
+from torch.distributed.checkpoint.api import CheckpointException
 
 DEADLINE = 300  # seconds within which no process of a job that has ended may be left
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
@@ -398,7 +399,7 @@ RECORDED = {
     "does not come": (
         {0: Failure(1), 1: Failure(1)},
         LATE | lost(0),
-        "1: RuntimeError: Timed out (it waited for another rank, which did not come)",
+        "1: RuntimeError: Timed out (it waited: another did not come, or it called once too often)",
     ),
     "returned early": (
         {1: Failure(1), 2: Failure(1)},
@@ -447,6 +448,9 @@ def test_a_reason_is_one_line_in_plain_words():
     with pytest.raises(SyntaxError) as error:
         compile("x =", "script.py", "exec")
     assert ending.reason(error.value) == "SyntaxError: invalid syntax"
+    on_rank_1 = {1: (RuntimeError("Missing key in checkpoint state_dict: a."), None)}
+    error = CheckpointException("load", {2: (CheckpointException("read", on_rank_1), None)})
+    assert ending.reason(error) == "RuntimeError: Missing key in checkpoint state_dict: a."
 
 
 def test_only_torch_distributed_tells_of_a_neighbour():
@@ -500,7 +504,7 @@ time.sleep(1000)
 FAULTS = {
     "raises": "rank 1 failed: ValueError: no such digit",
     "times out": "rank 1 failed: RuntimeError: Timed out waiting 3000ms for recv operation to"
-    " complete (it waited for another rank, which did not come)",
+    " complete (it waited: another did not come, or it called once too often)",
     "exits": "rank 1 failed: exit code 3",
     "is killed": "rank 1 failed: killed by SIGKILL",
     "says why": "rank 2 failed: no space",

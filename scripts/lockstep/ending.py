@@ -132,9 +132,19 @@ def tells(words, error):
     return isinstance(error, RuntimeError) and bool(words.search(str(error)))
 
 
+def innermost(error):
+    """Return the error that a CheckpointException of torch only passes on: that of its first rank.
+
+    Its own first line names ranks, and no reason.
+    """
+    while type(error).__name__ == "CheckpointException" and error.failures:
+        error = error.failures[min(error.failures)][0]
+    return error
+
+
 def reason(error):
     """Return the type of an exception and the first line of its message, at most 300 letters."""
-    lines = traceback.format_exception_only(error)
+    lines = traceback.format_exception_only(innermost(error))
     text = next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place
     text = re.sub(r"^(\S+:)\s*\n\s*", r"\1 ", text.strip())  # its first line may be empty
     return in_plain_words(text.splitlines()[0])[:300]
@@ -148,6 +158,13 @@ def in_plain_words(text):
         return (
             f"{received} bytes came where {expected} were expected:"
             " do all ranks pass tensors of the same size and type?"
+        )
+    counts = re.search(r"has (\d+) params, while rank (\d+) has inconsistent (\d+) params", text)
+    if counts:
+        own, rank, sent = counts.groups()
+        return (
+            f"DDP: rank {rank} has sent {sent}, where this rank has {own} parameters:"
+            " is its model another one, or was it in another collective?"
         )
     return re.sub(r"\[[^][]*\.(cc|cpp|h):\d+\] ", "", text)
 
@@ -236,7 +253,7 @@ def explain(codes, ends, on_several_machines=False):
 def _consequences(cause, ends, on_several_machines):
     """Return what to say of the rank that is the cause, or that comes next to it."""
     if cause.late:
-        return f"{cause.reason} (it waited for another rank, which did not come)"
+        return f"{cause.reason} (it waited: another did not come, or it called once too often)"
     if not cause.lost:
         return cause.reason
     if on_several_machines:
