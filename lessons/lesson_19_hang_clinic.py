@@ -10,11 +10,12 @@ Of your own job, or of one by hand with --files: bash scripts/lesson_19.sh --fil
 Output to expect on a CPU:
 
     early_stop on 3 ranks, which wait 3 s for each other: who is it?
-        timeout ... stacks      guilty    ... s   rank 2 stands at line ..., in barrier, and ...
+        timeout ... stacks      guilty    ... s   rank 2 stands at ..., in barrier, and ...
     PASS early_stop: rank 2, named by stacks, recorder, ...; line ... by stacks, recorder, ...
 """
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import inspect
@@ -25,7 +26,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -46,38 +46,54 @@ from torch.utils.data import DataLoader, Dataset
 # leave_calls(f"{folder}/calls_{rank}"), with fewer seconds than the timeout. When the job stands
 # still, tell(folder) reads what all ranks have left. A roll call goes before a suspected line.
 
-LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+# Files of Python and of installed packages, in whatever environment the job has run.
+LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|^<")
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward"} - PAIRS  # all ranks make these
 
 
 def leave_stacks(path, seconds=300):
-    """Write to `path` where this process stands: every `seconds`, and at `kill -USR1 PID`."""
+    """Write to `path` where this process stands: every `seconds`, and at `kill -USR1 PID`.
+
+    And when it is ended by C++ or a launcher. The first line says how many ranks there are.
+    """
     file = open(path, "w")  # noqa: SIM115  (it stays open)
-    faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
+    print(dist.get_world_size(), "ranks", file=file, flush=True)
+    faulthandler.enable(file)  # if C++ aborts the process
+    faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)  # a launcher ends it
     faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+    faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
 
 
 def where(text):
-    """Return (your line, the library's function that it has called) of the last stack in `text`.
+    """Return (the way, the library's function that was called at its end) of the last stack.
 
-    A stack without a line of yours, as of a process that ends, does not count.
+    The way is a tuple of your own lines, as "train.py:41", the caller first. A stack without a line
+    of yours, as of a process that ends, does not count.
     """
     for stack in reversed(text.split("(most recent call first):")):
-        called = ""
+        way, called = [], ""
         for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
-            if not file.startswith((*LIBRARY, "<")):
-                return int(line), called
-            if function != "wrapper" and not function.startswith("_"):
+            if not LIBRARY.search(file):
+                way.insert(0, f"{os.path.basename(file)}:{line}")
+            elif not way and function != "wrapper" and not function.startswith("_"):
                 called = function
+        if way:
+            return tuple(way), called
     return None
+
+
+def looks(text):
+    """Return where(...) of each time at which the process has written where it stands."""
+    parts = re.split("^(?:Stack|Timeout|Fatal)", text, flags=re.MULTILINE)[1:]
+    return [place for part in parts if (place := where(part))]
 
 
 def not_arrived(places):
     """Return the ranks of {rank: where(...)} that do not wait for all; if all do, the odd one."""
     away = [rank for rank, place in places.items() if not place or place[1] not in MEETINGS]
     there = {places[rank] for rank in away}
-    waiting = len(there) == 1 and (there.pop() or ("", "send"))[1] not in PAIRS  # without a stack?
+    waiting = len(there) == 1 and (there.pop() or ((), "send"))[1] not in PAIRS  # without a stack?
     if 2 * len(away) > len(places) and waiting:
         return odd(places)
     return away if len(away) < len(places) and away else odd(places)
@@ -85,75 +101,112 @@ def not_arrived(places):
 
 def odd(said):
     """Return the ranks that say something else than most do; [] if there is no majority."""
-    (most, count), *others = Counter(said.values()).most_common()
-    return [rank for rank in said if said[rank] != most] if others and 2 * count > len(said) else []
+    counts = Counter(said.values()).most_common()
+    if len(counts) < 2 or 2 * counts[0][1] <= len(said):
+        return []
+    most = counts[0][0]
+    return [rank for rank in said if said[rank] != most]
 
 
 def leave_calls(path, seconds=300):
-    """Write to `path`, every `seconds`, the last collectives that this rank has called."""
+    """Write to `path` the last collectives of this rank: every `seconds`, and when Python ends."""
 
     def write_again_and_again():
         while not time.sleep(seconds):
             write_calls(path)
 
     threading.Thread(target=write_again_and_again, daemon=True).start()
+    atexit.register(write_calls, path)  # after an error, too
 
 
 def write_calls(path):
     """Write the flight recorder of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
-    Path(path).write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
+    unfinished.write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    unfinished.rename(path)
 
 
 def calls_in(dump):
-    """Return {number: (your line, operation, group, sizes)} of the calls in a recorder's bytes."""
+    """Return {number: (way, operation, group, sizes)} of the calls in a recorder's bytes."""
     calls = {}
     for entry in pickle.loads(dump).get("entries", []):
-        lines = [f["line"] for f in entry["frames"] if not f["filename"].startswith(LIBRARY)]
+        frames = [f for f in reversed(entry["frames"]) if not LIBRARY.search(f["filename"])]
+        way = tuple(f"{os.path.basename(f['filename'])}:{f['line']}" for f in frames)
         operation = entry["profiling_name"].partition(":")[2]
         sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
-        line = lines[0] if lines else None
-        calls[entry["record_id"]] = line, operation, entry["process_group"][0], sizes
+        calls[entry["record_id"]] = way, operation, entry["process_group"][0], sizes
     return calls
 
 
-def first_difference(calls):
-    """Return {rank: call} where the calls first differ: None if a rank has not come there.
-
-    For ranks that ought to call the same from the same lines; others may differ here rightly.
-    """
+def first_difference(calls, part=slice(None)):
+    """Return {rank: call} where this part of the calls first differs: None, a rank is not there."""
     first = max(min(own, default=0) for own in calls.values())  # older ones may be forgotten
     for number in range(first, max(max(own, default=-1) for own in calls.values()) + 1):
         row = [own.get(number) for own in calls.values()]
-        if len(set(row)) > 1:
+        if len({call and call[part] for call in row}) > 1:
             return dict(zip(calls, row, strict=True))
     return {}
 
 
-def behind(calls):
-    """Return the ranks that have not come to the first difference; if all have, the odd one."""
-    here = first_difference(calls)
-    return [rank for rank in here if here[rank] is None] or (odd(here) if here else [])
+def parted(calls):
+    """Return (the ranks that are behind, or else the odd one; {rank: call} where they parted).
+
+    Operation, group and sizes must agree, except in a scatter and the like. Ways may differ
+    rightly, as where rank 0 does something first. But who stands alone at a call that can't be
+    right, and has taken another way before, parted there.
+    """
+    here, ways = first_difference(calls, slice(1, None)), first_difference(calls, slice(0, 1))
+    behind = [rank for rank in here if here[rank] is None]
+    named = behind or odd({rank: call[1:] for rank, call in here.items()})
+    alone = odd({rank: call and call[0] for rank, call in ways.items()})
+    return named, ways if named and alone == named else here
 
 
 def tell(folder):
-    """Print what all ranks have left as stacks_RANK and calls_RANK; return the ranks it names."""
-    ranks = sorted(int(path.name[len("stacks_") :]) for path in Path(folder).glob("stacks_*"))
-    places, calls = {}, {}
-    for rank in ranks:
-        places[rank] = where(Path(folder, f"stacks_{rank}").read_text())
-        if (path := Path(folder, f"calls_{rank}")).exists():
-            calls[rank] = calls_in(path.read_bytes())
-    here = first_difference(calls) if calls else {}
-    for rank in ranks:
-        line, call = places[rank] or (None, "")
-        stands = f"stands at line {line}, in {call or 'its own code'}" if line else "has no stack"
-        line, call, group, _ = here.get(rank) or (None, "nothing", "", "")
-        calls_it = f"{call} at line {line} in group {group}" if line else "nothing"
-        print(f"rank {rank} {stands}; first call that differs: {calls_it}")
-    if len(calls) < len(ranks):
-        print("not all ranks have left calls: has one died? Read the errors first")
+    """Print where the ranks of one job stand and have parted; return the ranks that it names."""
+    seen, calls = read_left(folder)
+    places = {rank: own[-1] if own else None for rank, own in seen.items()}
+    named, here = parted(calls) if len(calls) == len(seen) else ([], {})
+    for rank, place in places.items():
+        way, call = place or ((), "")
+        stands = f"stands at {shown(way)}, in {call or 'its own code'}" if way else "has no stack"
+        way, call, group, _ = here.get(rank) or ((), "nothing", "-", "")
+        parts = f"; where they part: {call} at {shown(way)} in group {group}" if here else ""
+        print(f"rank {rank} {stands}{parts}")
+    gone = [str(rank) for rank in seen if rank not in calls]
+    if gone:
+        print(f"rank {', '.join(gone)} left no whole list of calls: read its error first")
+    if moving := who_moves(seen):
+        print(f"rank {moving[0]} is not there, but moves: slow, or in a circle")
         return []
-    return behind(calls) or not_arrived(places) if ranks else []
+    return [] if gone else named or not_arrived(places)
+
+
+def who_moves(seen):
+    """Return who has not arrived, but was seen at two places; `seen` is {rank: looks(...)}."""
+    places = {rank: own[-1] if own else None for rank, own in seen.items()}
+    away = [r for r in not_arrived(places) if places[r] and places[r][1] not in MEETINGS]
+    return [rank for rank in away if len({way for way, _ in seen[rank][-3:]}) > 1]
+
+
+def read_left(folder):
+    """Return ({rank: looks(...)}, {rank: calls_in(...)}) of what a job has left in a folder.
+
+    Files of more ranks than rank 0 has counted are of an earlier job.
+    """
+    counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
+    seen, calls = {}, {}
+    for rank in range(int(counted[1]) if counted else 0):
+        path = Path(folder, f"stacks_{rank}")
+        seen[rank] = looks(path.read_text()) if path.exists() else []
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            calls[rank] = calls_in(Path(folder, f"calls_{rank}").read_bytes())
+    return seen, calls
+
+
+def shown(way):
+    """Return a way in words: your last line, and the one that called it."""
+    return ", called at ".join(reversed(way[-2:])) or "no line"
 
 
 def call_the_roll(seconds, gloo_group=None):
@@ -564,10 +617,9 @@ def be_forked(job, rank, run, args, nurse):
     except BaseException:
         faulthandler.unregister(signal.SIGUSR1)  # who says why it ends does not move
         sys.excepthook(*sys.exc_info())
-        go = run.folder / "go_here"
-        begun = go.stat().st_mtime if go.exists() else 0
-        if run.kind == "plain" and time.time() < begun + 0.8 * args.limit:
-            write_calls(run.folder / f"calls_{rank}")  # it has failed before its clock rang
+        path = run.folder / f"calls_{rank}"
+        if run.kind == "plain" and (run.folder / "go_here").exists() and not path.exists():
+            write_calls(path)  # it has failed before its clock rang
     finally:
         os._exit(code)
 
@@ -636,24 +688,22 @@ def last_words(text, code):
 def line_of_error(text):
     """Return the line of the script at which a traceback ends."""
     frames = re.findall(FRAME, text.rpartition("Traceback (most recent call last)")[2])
-    lines = [int(line) for file, line in frames if not file.startswith(LIBRARY)]
+    lines = [int(line) for file, line in frames if not LIBRARY.search(file)]
     return lines[-1] if lines else None
 
 
 def read_stacks(run, args):
     """The stacks name who has not arrived, or stands at another line; who moves is at work."""
-    looks = {rank: run.text(rank, "stacks").split("Stack (most") for rank in range(args.nproc)}
-    places = {rank: where(run.text(rank, "stacks")) for rank in looks}
-    if not any(places.values()):
-        return Finding([], None, "nobody is there any more", None)
-    seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in looks) - run.begin
+    seen = {rank: looks(run.text(rank, "stacks")) for rank in range(args.nproc)}
+    places = {rank: own[-1] if own else None for rank, own in seen.items()}
+    if not all(places.values()):  # it has ended before it was asked; others may have by now
+        gone = [rank for rank in places if not places[rank]]
+        return Finding([], None, f"rank {gone[0]} is not there any more", None)
+    seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in seen) - run.begin
     named = not_arrived(places)
-    working = [rank for rank in named if places[rank] and places[rank][1] not in MEETINGS]
-    moving = [r for r in working if len({where(f"(most{look}") for look in looks[r][1:]}) > 1]
-    if moving:
-        return Finding(
-            [], None, f"rank {moving[0]} is not there, but moves: slow, or in a circle", seconds
-        )
+    if moving := who_moves(seen):
+        words = f"rank {moving[0]} is not there, but moves: slow, or in a circle"
+        return Finding([], None, words, seconds)
     return Finding(named, *at(named, places), seconds)
 
 
@@ -662,11 +712,16 @@ def at(named, places):
     if not named:
         return None, "no rank is the odd one"
     other = next(rank for rank in places if rank not in named)
-    told = {r: places[r] or ("no line", "nothing that it says") for r in (named[0], other)}
-    (line, call), (others_line, others_call) = told[named[0]], told[other]
-    words = f"rank {named[0]} stands at line {line}, in {call or 'its own code'}, "
-    words += f"and rank {other} at line {others_line}, in {others_call}"
-    return (line if places[named[0]] else None), words
+    told = {r: places[r] or ((), "nothing that it says") for r in (named[0], other)}
+    (way, call), (others_way, others_call) = told[named[0]], told[other]
+    words = f"rank {named[0]} stands at {shown(way[-1:])}, in {call or 'its own code'}, "
+    words += f"and rank {other} at {shown(others_way[-1:])}, in {others_call}"
+    return line_in(way), words
+
+
+def line_in(way):
+    """Return the number of the last line of a way, or None."""
+    return int(way[-1].rpartition(":")[2]) if way else None
 
 
 def read_recorder(run, args):
@@ -677,12 +732,15 @@ def read_recorder(run, args):
         return Finding([], None, f"rank {gone[0]} has left no calls", None)
     seconds = max(path.stat().st_mtime for path in paths) - run.begin
     calls = {rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)}
-    named, here = behind(calls), first_difference(calls)
+    named, here = parted(calls)
     if not named:
         return Finding([], None, "no rank is the odd one", seconds)
-    line = here[named[0]] and here[named[0]][0]
+    line = here[named[0]] and line_in(here[named[0]][0])
     other = next(rank for rank in here if rank not in named)
-    words = [f"{c[1]} at line {c[0]} in group {c[2]}" if c else "nothing" for c in here.values()]
+    words = ["nothing"] * args.nproc
+    for rank, call in here.items():
+        if call:
+            words[rank] = f"{call[1]} at {shown(call[0][-1:])} in group {call[2]}"
     told = f"rank {named[0]} calls {words[named[0]]}, and rank {other} {words[other]}"
     return Finding(named, line, told, seconds)
 
@@ -796,7 +854,7 @@ def called_in(run, args):
     job = job_of(run.name)
     source, first = inspect.getsourcelines(job)
     places = [where(run.text(rank, "stacks")) for rank in range(args.nproc)]
-    lines = [p[0] if p else line_of_error(run.text(r)) for r, p in enumerate(places)]
+    lines = [line_in(p[0]) if p else line_of_error(run.text(r)) for r, p in enumerate(places)]
     lines = Counter(line for line in lines if line and first <= line < first + len(source))
     line = lines.most_common(1)[0][0] if lines else first + len(source) - 1
     return run.name, "roll_call", with_roll_call(job, line, args.limit - 1)
@@ -873,7 +931,7 @@ def main(args):
     if "RANK" in os.environ:
         return be_one_of_a_job(args)
     if args.files:
-        return read_files(args.files)
+        sys.exit(read_files(args.files))
     names = list(PATIENTS) if args.patient == "all" else [args.patient]
     tools = TOOLS if args.tool == "all" else (args.tool,)
     found, ended = examine(dict.fromkeys(["healthy", *names]), tools, args)
@@ -921,12 +979,10 @@ def claim_of(names, matrix, args):
 
 
 def read_files(folder):
-    """Read what the ranks of any job have left in a folder; return the verdict."""
-    named = tell(folder)
-    numbers = {"lesson": 19, "matrix": {}, "named": named, "advice": {}}
-    ranks = ", ".join(map(str, named))
-    claim = f"rank {ranks} is named" if named else f"nobody is named by stacks_* in {folder}"
-    return bool(named), claim, numbers
+    """Print what the ranks of any job have left in a folder; return 0, or 1 if it names nobody."""
+    named = ", ".join(map(str, tell(folder)))
+    print(f"rank {named} is named" if named else "nobody is named")
+    return 0 if named else 1
 
 
 def be_one_of_a_job(args):
@@ -971,6 +1027,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if "RANK" in os.environ and args.patient == "all":
         parser.error("argument --patient: one rank of a job has one patient, and not all")
+    if args.files and "RANK" not in os.environ and not Path(args.files, "stacks_0").is_file():
+        parser.error(f"argument --files: rank 0 has left no stacks_0 in {args.files}")
     return args
 
 
