@@ -132,6 +132,7 @@ SCRIPT = """
 import json, os, psutil, sys, time
 listens = [each.laddr.ip for each in psutil.net_connections("inet") if each.status == "LISTEN"]
 place = [int(os.environ["RANK"]), os.environ["GLOO_SOCKET_IFNAME"], sorted(set(listens))]
+place.append(os.getcwd())
 sys.stdout.write(json.dumps([*place, sys.argv[1:]]) + "\\n")  # at once: print() writes twice
 time.sleep(1000)
 """
@@ -153,11 +154,11 @@ def test_the_ssh_loop_runs_a_script_and_takes_all_machines_with_it(start, tmp_pa
     assert {line.split(":")[0] for line in run.stderr.splitlines()} <= {"interrupted", "terminated"}
     whole = ["--epochs", "3", "a  b", "--force", "--nproc", "9", "--", "-x"]
     ranks_said = sorted(map(json.loads, said))
-    assert [(rank, name, argv) for rank, name, _, argv in ranks_said] == [
-        (rank, machines.interface, whole) for rank in (0, 1)
+    assert [(rank, name, folder, argv) for rank, name, _, folder, argv in ranks_said] == [
+        (rank, machines.interface, str(tmp_path), whole) for rank in (0, 1)
     ]
     if machines.interface == "eth0":  # nobody else listens in these networks
-        assert [listens for _, _, listens, _ in ranks_said] == [["10.14.0.1"], []]
+        assert [listens for _, _, listens, *_ in ranks_said] == [["10.14.0.1"], []]
     assert sorted((tmp_path / "hosts").read_text().split()) == machines.hosts.split(",")
 
 

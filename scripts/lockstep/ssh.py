@@ -3,9 +3,11 @@
 bash scripts/cluster/ssh.sh HOST,HOST WHAT [--nproc RANKS] [--wait SECONDS] [flags of WHAT]
 
 WHAT is a lesson's number, "doctor", or a training script of yours. What follows "--" is handed to
-it as it is. docs/several_machines.md says what the machines need.
+it as it is. A script runs in the folder in which you call this, which all machines must have.
+docs/several_machines.md says what the machines need.
 """
 
+import os
 import random
 import re
 import shlex
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from lockstep import ending, machine
 from lockstep.flags import Flags
@@ -23,10 +26,13 @@ PORTS = range(20000, 32000)  # below those that systems give to whoever asks for
 PATIENCE = 15  # seconds for the other machines to say why they fail, and to clean up
 
 
-def remote(command):
-    """Return what ssh is to run there: a command that begins with the Python of that machine."""
-    command = " ".join(shlex.quote(part) for part in command)
-    command = f'cd {shlex.quote(str(ROOT))} && exec "$(bash scripts/lockstep/python.sh)" {command}'
+def remote(folder, arguments):
+    """Return what ssh is to run there, in this folder: the Python of that machine, and lockstep."""
+    home, folder = shlex.quote(str(ROOT / "scripts" / "lockstep")), shlex.quote(str(folder))
+    missing = shlex.quote(f"not on this machine: the folder {folder}, where the script is to run")
+    command = f"""python=$(bash {home}/python.sh) || exit
+        cd {folder} 2>/dev/null || {{ echo {missing} >&2; exit 2; }}
+        exec "$python" {home} {shlex.join(arguments)}"""
     return f"exec bash -c {shlex.quote(command)}"  # whatever the login shell there is
 
 
@@ -36,7 +42,8 @@ def start(hosts, port, what, flags):
     nodes = ",".join(host.rpartition("@")[2] for host in hosts)
     for number, host in enumerate(hosts):
         own = [f"--nodes={nodes}", f"--node-rank={number}", f"--port={port}"]
-        command = remote(["scripts/lockstep", "machine", what, *own, "--end-with-stdin", *flags])
+        folder = Path.cwd() if os.path.isabs(what) else ROOT  # a script, or what is ours
+        command = remote(folder, ["machine", what, *own, "--end-with-stdin", *flags])
         there = [*SSH, host, command]
         processes.append(subprocess.Popen(there, stdin=subprocess.PIPE, start_new_session=True))
     return processes
