@@ -93,6 +93,8 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
             options = {"training": self.running_mean is None, "eps": self.eps}
             return batch_norm(inputs, *kept, self.weight, self.bias, **options)
         channels_last = inputs.movedim(1, -1)  # an image's pixels are rows, too
+        if channels_last.shape[-1] != self.num_features:
+            raise ValueError(f"{self.num_features} channels are wanted, not {inputs.shape[1]}")
         values = channels_last.reshape(-1, self.num_features)
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()  # their sums need more digits
@@ -103,7 +105,8 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
             outputs = outputs * self.weight
         if self.bias is not None:
             outputs = outputs + self.bias
-        return outputs.reshape(channels_last.shape).movedim(-1, 1).to(inputs.dtype)
+        outputs = outputs.reshape(channels_last.shape).movedim(-1, 1)
+        return outputs.contiguous().to(inputs.dtype)
 
     def keep(self, mean, variance):
         """Move the running statistics towards these, which are the same on every rank."""

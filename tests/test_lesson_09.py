@@ -176,6 +176,11 @@ def behave(rank, world_size):
         said["gradient of the gradient"] = str(error)
     half = lesson.SynchronisedBatchNorm(4).bfloat16()
     said["half"] = half(rows.bfloat16()).dtype, half.running_var.dtype
+    said["view"] = layer(torch.randn(2, 4, 3, 3)).view(2, -1).shape  # as after BatchNorm2d
+    try:
+        layer(torch.randn(3, 8))
+    except ValueError as error:
+        said["channels"] = str(error)
     return said
 
 
@@ -187,6 +192,8 @@ def test_what_the_layer_sends_and_refuses():
         assert "more than 1 value per channel on all ranks" in said["one row"]
         assert "once_differentiable" in said["gradient of the gradient"]
         assert said["half"] == (torch.bfloat16, torch.bfloat16)
+        assert said["view"] == (2, 36)
+        assert said["channels"] == "4 channels are wanted, not 8"  # they would be mixed
 
 
 # --- DDP and buffers ---
