@@ -63,6 +63,14 @@ def leave_stacks(path, seconds=300):
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)  # a launcher ends it
     faulthandler.register(signal.SIGUSR1, file, all_threads=False)
     faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
+    os.register_at_fork(after_in_child=leave_no_stacks)
+
+
+def leave_no_stacks():
+    """Write no more: a fork is not this rank, and where a process ends says nothing."""
+    faulthandler.disable()
+    faulthandler.unregister(signal.SIGTERM)
+    faulthandler.unregister(signal.SIGUSR1)
 
 
 def where(text):
@@ -109,14 +117,23 @@ def odd(said):
 
 
 def leave_calls(path, seconds=300):
-    """Write to `path` the last collectives of this rank: every `seconds`, and when Python ends."""
+    """Write to `path` the last collectives of this rank: every `seconds`, or when Python ends."""
+    Path(path).unlink(missing_ok=True)  # of an earlier job
 
     def write_again_and_again():
         while not time.sleep(seconds):
             write_calls(path)
 
     threading.Thread(target=write_again_and_again, daemon=True).start()
-    atexit.register(write_calls, path)  # after an error, too
+    atexit.register(leave_last_calls, path)  # after an error, too
+
+
+def leave_last_calls(path):
+    """Write the calls of a rank that ends before its clock has rung."""
+    faulthandler.cancel_dump_traceback_later()  # not in a fork: it would wait for ever there
+    leave_no_stacks()
+    if not os.path.exists(path):
+        write_calls(path)
 
 
 def write_calls(path):
@@ -153,7 +170,7 @@ def parted(calls):
 
     Operation, group and sizes must agree, except in a scatter and the like. Ways may differ
     rightly, as where rank 0 does something first. But who stands alone at a call that can't be
-    right, and has taken another way before, parted there.
+    right, and has taken a way of its own before, may have parted there.
     """
     here, ways = first_difference(calls, slice(1, None)), first_difference(calls, slice(0, 1))
     behind = [rank for rank in here if here[rank] is None]
@@ -166,41 +183,52 @@ def tell(folder):
     """Print where the ranks of one job stand and have parted; return the ranks that it names."""
     seen, calls = read_left(folder)
     places = {rank: own[-1] if own else None for rank, own in seen.items()}
-    named, here = parted(calls) if len(calls) == len(seen) else ([], {})
+    gone = [str(rank) for rank in seen if rank not in calls]
+    named, here = parted(calls) if calls and not gone else ([], {})
     for rank, place in places.items():
         way, call = place or ((), "")
         stands = f"stands at {shown(way)}, in {call or 'its own code'}" if way else "has no stack"
         way, call, group, _ = here.get(rank) or ((), "nothing", "-", "")
         parts = f"; where they part: {call} at {shown(way)} in group {group}" if here else ""
         print(f"rank {rank} {stands}{parts}")
-    gone = [str(rank) for rank in seen if rank not in calls]
-    if gone:
-        print(f"rank {', '.join(gone)} left no whole list of calls: read its error first")
-    if moving := who_moves(seen):
-        print(f"rank {moving[0]} is not there, but moves: slow, or in a circle")
+    if gone or not calls:
+        print(f"no list of calls in which the job stands still: rank {', '.join(gone)}")
+        print("so nobody is named; read the errors of all ranks")
         return []
-    return [] if gone else named or not_arrived(places)
+    if moving := who_moves(seen, 2):
+        print(
+            f"rank {moving[0]} was elsewhere at the look before: slow, or in a circle? Look again"
+        )
+        return []
+    if 2 * len(named) > len(seen):  # or has the other one called once too often?
+        named = []
+    return named or (not_arrived(places) if all(places.values()) else [])
 
 
-def who_moves(seen):
-    """Return who has not arrived, but was seen at two places; `seen` is {rank: looks(...)}."""
+def who_moves(seen, last):
+    """Return who has not arrived, but was elsewhere in its `last` looks; of {rank: looks(...)}."""
     places = {rank: own[-1] if own else None for rank, own in seen.items()}
     away = [r for r in not_arrived(places) if places[r] and places[r][1] not in MEETINGS]
-    return [rank for rank in away if len({way for way, _ in seen[rank][-3:]}) > 1]
+    return [rank for rank in away if len({way for way, _ in seen[rank][-last:]}) > 1]
 
 
 def read_left(folder):
     """Return ({rank: looks(...)}, {rank: calls_in(...)}) of what a job has left in a folder.
 
-    Files of more ranks than rank 0 has counted are of an earlier job.
+    Files of more ranks than rank 0 has counted are of an earlier job. A list that was written less
+    than a second after its last call says nothing: the job still ran.
     """
     counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
     seen, calls = {}, {}
     for rank in range(int(counted[1]) if counted else 0):
         path = Path(folder, f"stacks_{rank}")
         seen[rank] = looks(path.read_text()) if path.exists() else []
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            calls[rank] = calls_in(Path(folder, f"calls_{rank}").read_bytes())
+        path = Path(folder, f"calls_{rank}")
+        with contextlib.suppress(Exception):  # it is not there, or torn
+            dump = path.read_bytes()
+            times = [entry["time_created_ns"] for entry in pickle.loads(dump)["entries"]]
+            if max(times, default=0) / 1e9 < path.stat().st_mtime - 1:
+                calls[rank] = calls_in(dump)
     return seen, calls
 
 
@@ -701,7 +729,7 @@ def read_stacks(run, args):
         return Finding([], None, f"rank {gone[0]} is not there any more", None)
     seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in seen) - run.begin
     named = not_arrived(places)
-    if moving := who_moves(seen):
+    if moving := who_moves(seen, 3):
         words = f"rank {moving[0]} is not there, but moves: slow, or in a circle"
         return Finding([], None, words, seconds)
     return Finding(named, *at(named, places), seconds)

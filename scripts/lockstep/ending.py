@@ -159,7 +159,7 @@ def in_plain_words(text):
             f"{received} bytes came where {expected} were expected:"
             " do all ranks pass tensors of the same size and type?"
         )
-    counts = re.search(r"has (\d+) params, while rank (\d+) has inconsistent (\d+) params", text)
+    counts = re.search(r"has (\d+) params, while rank (\d+) has inconsistent (-?\d+) params", text)
     if counts:
         own, rank, sent = counts.groups()
         return (
