@@ -44,7 +44,7 @@ BREAKS = {
     "eps is not heeded in evaluation": (', "eps": self.eps', ""),
     "momentum=None is 0.1": ("1 / self.num_batches_tracked.item()", "0.1"),
     "sums in half precision": ("values = values.float()", "pass"),
-    "outputs in float32": (".movedim(-1, 1).to(inputs.dtype)", ".movedim(-1, 1)"),
+    "outputs in float32": ("outputs.contiguous().to(inputs.dtype)", "outputs.contiguous()"),
     "no DDP": (f"DistributedDataParallel{DDP}", "model"),
     "buffers that begin apart": (DDP, "(model, broadcast_buffers=False)"),
     "buffers sent in each step": (DDP, "(model)"),
