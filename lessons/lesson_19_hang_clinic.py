@@ -67,7 +67,11 @@ def leave_stacks(path, seconds=300):
 
 
 def leave_no_stacks():
-    """Write no more: a fork is not this rank, and where a process ends says nothing."""
+    """Write no more: a fork is not this rank, and where a process ends says nothing.
+
+    A fork has to end by os._exit, as those of multiprocessing do: else Python 3.11 waits for the
+    thread of faulthandler's clock, which a fork has not.
+    """
     faulthandler.disable()
     faulthandler.unregister(signal.SIGTERM)
     faulthandler.unregister(signal.SIGUSR1)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 from conftest import ENVIRONMENT, ROOT, finish, free_port, start_program
-from lockstep import network, ranks
+from lockstep import network, ranks, ssh
 from lockstep.two_machines.namespaces import TwoMachines
 
 CLUSTER = ROOT / "scripts" / "cluster"
@@ -160,6 +160,12 @@ def test_the_ssh_loop_runs_a_script_and_takes_all_machines_with_it(start, tmp_pa
     if machines.interface == "eth0":  # nobody else listens in these networks
         assert [listens for _, _, listens, *_ in ranks_said] == [["10.14.0.1"], []]
     assert sorted((tmp_path / "hosts").read_text().split()) == machines.hosts.split(",")
+
+
+def test_a_machine_without_the_callers_folder_says_so(tmp_path):
+    command = ssh.remote(tmp_path / "not here", ["machine", "train.py"])
+    run = finish(start_program("sh", "-c", command))
+    assert run.returncode == 2 and "not here" in run.stderr and len(run.stderr.splitlines()) == 1
 
 
 def test_the_ssh_loop_refuses_before_it_calls_ssh(start, tmp_path):

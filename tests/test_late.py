@@ -140,7 +140,7 @@ def test_a_lesson_passes_whoever_is_late(number, who):
 
 
 BY_HAND = ["02", "03", "05", "06", "09", "10", "11", "12", "13", "16", "17", "18"]
-COPIED = [path for path in (ROOT / "lessons").glob("*.py") if path.name[7:9] in BY_HAND]
+COPIED = [path for path in sorted((ROOT / "lessons").glob("*.py")) if path.name[7:9] in BY_HAND]
 COPIED += sorted((ROOT / "templates").glob("smallest_*.py"))
 
 

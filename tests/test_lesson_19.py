@@ -331,6 +331,69 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     assert "rank 0 stands at train.py:" in said and "in barrier" in said, said
 
 
+def leave_files(folder, rank, lines, seconds=10):
+    """Leave what a rank of three leaves `seconds` after it has called all_reduce at these lines."""
+    entries = [
+        {
+            "record_id": number,
+            "time_created_ns": 10**9 * (time.time() - seconds),
+            "frames": [{"filename": "/home/me/train.py", "line": line}],
+            "profiling_name": "gloo:all_reduce",
+            "process_group": ("0", ""),
+            "input_sizes": [[4]],
+            "input_dtypes": ["Float"],
+        }
+        for number, line in enumerate(lines)
+    ]
+    (folder / f"calls_{rank}").write_bytes(pickle.dumps({"entries": entries}))
+    stack = f'  File "/home/me/train.py", line {lines[-1]} in train\n'
+    text = f"3 ranks\nStack (most recent call first):\n{stack}"
+    (folder / f"stacks_{rank}").write_text(text)
+
+
+def test_evidence_is_looked_at_before_a_rank_is_named(tmp_path):
+    for lengths, seconds, named in (
+        ((5, 5, 4), 10, [2]),
+        ((5, 5, 4), 0, []),  # the job still ran when the lists were written
+        ((5, 4, 4), 10, []),  # two left a call out, or one has made one too many
+    ):
+        for rank, length in enumerate(lengths):
+            leave_files(tmp_path, rank, [7] * length, seconds)
+        assert lesson.tell(tmp_path) == named, lengths
+
+
+FORKS = """
+import multiprocessing, os, time
+import torch.distributed as dist
+import lesson_19_hang_clinic as lesson
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+lesson.leave_stacks("stacks_0")
+lesson.leave_calls("calls_0")
+
+
+def read_data():
+    begun.set()
+    time.sleep(300)
+
+
+begun = multiprocessing.Event()
+reader = multiprocessing.get_context("fork").Process(target=read_data)
+reader.start()
+begun.wait()
+reader.terminate()
+reader.join()
+print(reader.exitcode, os.listdir(), open("stacks_0").read().split())
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_that_reads_data_leaves_no_stack_of_its_own(tmp_path):
+    env = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "lessons")}
+    ended = finish(start_program(sys.executable, "-c", FORKS, cwd=tmp_path, env=env))
+    assert ended.stdout == "-15 ['stacks_0'] ['1', 'ranks']\n", ended.stderr
+    assert ended.returncode == 0 and (tmp_path / "calls_0").exists()
+
+
 def test_files_that_name_nobody(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         lesson.parse_args(["--files", str(tmp_path)])
