@@ -108,6 +108,45 @@ def sum_of_texts(job):
     return sum(job.ranks[0].texts[4])
 
 
+def sums_off_from_one_process(job):
+    return (job.ranks[0].gradient[0].sum() - job.gradient_of_one_process(0).sum()).abs()
+
+
+def one_entry_off(job):
+    return (job.ranks[0].gradient[0] - job.gradient_of_one_process(0))[0].abs()
+
+
+def last_entry_off(job):
+    return (job.ranks[0].gradient[0] - job.gradient_of_one_process(0))[-1].abs()
+
+
+def norms_off(job):
+    return (job.ranks[0].gradient[0].norm() - job.gradient_of_one_process(0).norm()).abs()
+
+
+def sums_apart(job):
+    return (job.ranks[0].after[-1].sum() - job.ranks[1].after[-1].sum()).abs()
+
+
+def one_entry_apart(job):
+    return (job.ranks[0].after[-1] - job.ranks[1].after[-1])[40].abs()
+
+
+def equally_many_dropped(job):
+    zero, one = (rank.dropped[0][0].sum() for rank in job.ranks[:2])
+    return zero == one
+
+
+def one_feature_dropped_alike(job):
+    return sum(
+        job.ranks[0].dropped[step][0][7] != job.ranks[1].dropped[step][0][7] for step in (0, 1)
+    )
+
+
+def sums_of_texts_apart(job):
+    return abs(sum(job.ranks[0].texts[0]) - sum(job.ranks[0].texts[4]))
+
+
 def no_number(job):
     return torch.nan
 
@@ -139,19 +178,27 @@ WRONG = {
         "the length of the update": (length_of_the_step, f"{TELLS_NOT}1"),
         "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}1"),
         "bytes": (all_bytes, f"{TELLS_NOT}1"),
-        "no number": (no_number, "which is no number"),
+        "a sum compared": (sums_off_from_one_process, "where a sum is right"),
+        "a norm compared": (norms_off, "where a sum is right"),
+        "the first number compared": (one_entry_off, "each number but four"),
+        "the last number compared": (last_entry_off, "each number but four"),
+        "no number": (no_number, "one of which is no number"),
     },
     "number_for_3_and_4": {
         "the last loss": (last_loss, f"{TELLS_NOT}3"),
         "bytes of an update": (all_bytes, f"{TELLS_NOT}3"),
         "how far from one process": (off_in_the_first_step, "without gradient_of_one_process"),
         "the norm of the gradient": (norm, f"{TELLS_NOT}3"),
+        "a sum compared": (sums_apart, "where a sum is right"),
+        "one number compared": (one_entry_apart, "each number but four"),
     },
     "number_for_5": {
         "the last loss": (last_loss, f"{TELLS_NOT}5"),
         "how far the ranks are apart": (gradients_apart, f"{TELLS_NOT}5"),
         "how far from one process": (off_in_the_first_step, f"{TELLS_NOT}5"),
         "the norm of the gradient": (norm, f"{TELLS_NOT}5"),
+        "how many are dropped": (equally_many_dropped, "drop equally many features, but others"),
+        "one feature": (one_feature_dropped_alike, f"{TELLS_NOT}5"),
     },
     "number_for_6": {
         "the last loss": (last_loss, f"{TELLS_NOT}6"),
@@ -161,6 +208,7 @@ WRONG = {
         "a text of the second epoch": (first_text_of_the_second_epoch, f"{TELLS_NOT}6"),
         "the first text alone": (first_text_again, f"{TELLS_NOT}6"),
         "a sum of text numbers": (sum_of_texts, f"{TELLS_NOT}6"),
+        "two sums compared": (sums_of_texts_apart, "where other texts have the same sum"),
     },
 }
 
@@ -172,12 +220,40 @@ def mean_with_weight(losses):  # the mean of no rows is nan, but its gradient is
     return losses.mean() * len(losses) * dist.get_world_size() / total_of(losses)
 
 
+def off_by_the_update(job):
+    rank = job.ranks[-1]
+    return ((rank.before[0] - rank.after[0]) / 0.5 - job.gradient_of_one_process(0)).norm()
+
+
+def off_in_the_last_step(job):
+    right = job.gradient_of_one_process(7)
+    return torch.allclose(job.ranks[1].gradient[7], right, rtol=1e-9, atol=1e-12)
+
+
 def apart(job):
     return max((rank.after[-1] - job.ranks[0].after[-1]).abs().max() for rank in job.ranks)
+
+
+def apart_before(job):
+    return torch.equal(job.ranks[0].before[-1], job.ranks[1].before[-1])
 
 
 def who_sends(job):
     return job.ranks[0].sent[0].index(max(job.ranks[0].sent[0]))
 
 
-RIGHT = {"loss_for_backward": [mean_with_weight], "number_for_3_and_4": [apart, who_sends]}
+def masks_equal(job):
+    return torch.equal(job.ranks[0].dropped[-1][0], job.ranks[1].dropped[-1][0])
+
+
+def same_texts_again(job):
+    return len(set(job.ranks[0].texts[0]) & set(job.ranks[0].texts[4]))
+
+
+RIGHT = {
+    "loss_for_backward": [mean_with_weight],
+    "number_for_1_and_2": [off_by_the_update, off_in_the_last_step],
+    "number_for_3_and_4": [apart, apart_before, who_sends],
+    "number_for_5": [masks_equal],
+    "number_for_6": [same_texts_again],
+}
