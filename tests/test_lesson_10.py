@@ -27,6 +27,7 @@ LATE = """        loss = loss_sum(replica(inputs), targets) * weight
         loss.backward()
 """
 COUNT = "sum(int((targets != -100).sum()) for _, targets in micro_batches)"
+TOTAL = "max(1, count_everywhere(mine, micro_batches[0][1].device))"
 LOSSES = '        "losses divided": {"train_step": step_with(lambda count, parts: 1 / count)},\n'
 REDUCE, OTHER = "dist.all_reduce(total)", "torch.distributed._functional_collectives"
 SHARE, SCALE = "batch[rank::world_size] for", "weight = dist.get_world_size() / total"
@@ -44,6 +45,8 @@ BREAKS = {
     "padding is counted": (COUNT, "sum(targets.numel() for _, targets in micro_batches)"),
     "each rank counts its own": (REDUCE, "total *= dist.get_world_size()"),
     "counted in bfloat16": ("float64, device=device)  # e", "bfloat16)  # e"),
+    "divided by no tokens": (TOTAL, TOTAL.replace("max(1, ", "(")),
+    "a rank without tokens counts one": (f"mine = {COUNT}", f"mine = max(1, {COUNT})"),
     "nine counts are sent": (REDUCE, f"total = total.repeat(9); {REDUCE}; total = total[0]"),
     "DDP's division is forgotten": (SCALE, "weight = 1 / total"),
     "2 ranks, always": (SCALE, "weight = 2 / total", (3,)),

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -361,8 +362,9 @@ def check_number(number_of, *wanted):
         for words, group in itertools.groupby(cases(which), key=lambda case: case[0]):
             for _, *pair in group:
                 values = [float(number_of(job)) for job in pair]
-                if not all(value - value == 0 for value in values):
-                    return f"of job {which} it makes {values}, one of which is no number"
+                for value in values:
+                    if not math.isfinite(value):
+                        return f"of job {which} it makes {value}, which is no number"
                 bug.append(values[0])
                 cure.append(values[1])
             if not max(min(bug) - max(cure), min(cure) - max(bug)) > 1e-9:

@@ -182,7 +182,7 @@ WRONG = {
         "a norm compared": (norms_off, "where a sum is right"),
         "the first number compared": (one_entry_off, "each number but four"),
         "the last number compared": (last_entry_off, "each number but four"),
-        "no number": (no_number, "one of which is no number"),
+        "no number": (no_number, "which is no number"),
     },
     "number_for_3_and_4": {
         "the last loss": (last_loss, f"{TELLS_NOT}3"),
