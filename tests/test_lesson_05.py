@@ -26,7 +26,13 @@ from tqdm import tqdm
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MEAN = "    return total / count\n"
-QUIET = "context.enter_context(contextlib.redirect_stdout(nowhere))"
+QUIET = "contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere)"
+SILENT = "contextlib.redirect_stdout(nowhere)"
+STAY = 'getattr(h, "stream", None) not in old_screens'
+FILTER = "lambda record: rank == 0 or record"
+ON_CPU = "torch.tensor([total, count], dtype=torch.float64)"
+MUTE = 'setattr(sys, "stdout", sys.stdout if rank == 0 else io.StringIO())'
+LOCAL = 'int(os.environ["LOCAL_RANK"])'
 SGD = "(model){}\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    total"
 
 BREAKS = {
@@ -41,29 +47,41 @@ BREAKS = {
     "the last steps are lost": ("if step % every == 0 or step == steps:", "if step % every == 0:"),
     "rows counted in the type of the loss": ("total.detach().double()", "total.detach()"),
     "graphs are kept": ("total + loss.detach() * len(mine)", "total + loss * len(mine)"),
-    "rank % 8 logs": ("logging.NOTSET if rank == 0", "logging.NOTSET if rank % 8 == 0"),
-    "rank % 8 prints": ("if rank != 0:\n        nowhere", "if rank % 8:\n        nowhere"),
+    "rank % 8 logs": (FILTER, "lambda record: rank % 8 == 0 or record"),
+    "rank % 8 prints": ("sys.stdout if rank == 0", "sys.stdout if rank % 8 == 0"),
     "rank % 8 writes": ("if rank != 0:\n        return", "if rank % 8:\n        return"),
     "each rank its own writer": ("if rank != 0:\n        return", "if False:\n        return"),
-    "everybody prints": (QUIET, "pass"),
-    "silence on rank 0 too": ("if rank != 0:\n        nowhere", "if True:\n        nowhere"),
-    "rank 0 logs errors only": ("logging.NOTSET if rank == 0 else ", ""),
-    "old screens stay": ("isinstance(h, logging.FileHandler)", "h"),
+    "everybody prints": (QUIET, "contextlib.nullcontext()"),
+    "silence on rank 0 too": (QUIET, SILENT),
+    "rank 0 logs errors only": (FILTER, "lambda record: record"),
+    "old screens stay": (STAY, "h"),
+    "an old screen on stdout stays": ("= sys.stdout, sys.stderr", "= (sys.stderr,)"),
     "lines of rank 0 only by name": ('f"[rank {rank}] %', 'f"[rank 0] %'),
-    "errors are silenced": (" else logging.ERROR", " else logging.CRITICAL"),
+    "errors are silenced": (">= logging.ERROR", "> logging.ERROR"),
     "warnings pass by": ("logging.captureWarnings(True)", "pass"),
-    "log files are lost": ("if isinstance(h, logging.FileHandler)", "if not h"),
+    "log files are lost": (STAY, "not h"),
+    "only FileHandlers stay": (STAY, "isinstance(h, logging.FileHandler)"),
     "no voice in the loop": ("with one_voice(rank), open", "with open"),
     "a bar on each rank": ("disable=rank != 0 or None", "disable=None"),
+    "a bar in a log file": ("disable=rank != 0 or None", "disable=rank != 0"),
+    "a print tears the bar": ("tqdm.write(f", "print(f"),
+    "local rank 0 speaks": ("one_voice(rank), open", f"one_voice({LOCAL}), open"),
+    "local rank 0 writes": ("open_writer(rank, folder) as", f"open_writer({LOCAL}, folder) as"),
+    "local rank 0 has a bar": ("disable=rank != 0", f"disable={LOCAL} != 0"),
+    "sums leave their device": ("torch.stack((total, torch.full_like(total, count)))", ON_CPU),
     "gradients as a mean of means": ("(loss * world_size * len(mine) / batch_size)", "loss"),
     "the factor without world size": ("loss * world_size * len", "loss * len"),
     "the same rows on all ranks": ("[rank::world_size]  #", "[::world_size]  #"),
     "no DDP": (SGD.format(""), SGD.format(".module")),
     # Last, because what they leave behind would spoil what follows them in this process.
     "handlers are changed in place": ("root.handlers = [", "root.handlers[:] = ["),
-    "logging is not put back": ('setattr, root, "handlers", root.handlers', "str"),
-    "print is not put back": (QUIET, "sys.stdout = nowhere"),
-    "warnings are not put back": ("context.callback(logging.captureWarnings, False)", "pass"),
+    "logging is not put back": ("        root.handlers = before", "        pass"),
+    "only a good end puts back": (
+        "    finally:\n",
+        "    except OSError:\n        pass\n    else:\n",
+    ),
+    "print is not put back": (QUIET, f"contextlib.nullcontext({MUTE})"),
+    "warnings are not put back": ("logging.captureWarnings(False)", "pass"),
 }
 
 
