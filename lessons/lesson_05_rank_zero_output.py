@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -43,26 +44,32 @@ from tqdm import tqdm
 # --- The technique ---
 
 
+@contextlib.contextmanager
 def one_voice(rank):
-    """Return a context in which rank 0 prints, logs and warns; the others only log errors.
+    """Within `with one_voice(rank):` rank 0 prints, logs and warns; the others only log errors.
 
-    Log files get all that they would get without it, and warnings; a file into which you print
-    gets its lines. At the end, also after an error, print and handlers are put back, and warnings
-    are no longer captured. A library's logger with a handler of its own is not silenced.
+    The root logger's handlers that write to stdout or stderr are replaced; all others stay, and get
+    what they would get without it, and warnings. A file into which you print gets its lines. At the
+    end, also after an error, print and handlers are put back, and warnings are no longer captured.
     """
-    context = contextlib.ExitStack()
     root = logging.getLogger()
+    before = root.handlers
     screen = logging.StreamHandler()  # stderr
     screen.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
-    screen.setLevel(logging.NOTSET if rank == 0 else logging.ERROR)
-    context.callback(setattr, root, "handlers", root.handlers)
-    root.handlers = [screen, *(h for h in root.handlers if isinstance(h, logging.FileHandler))]
-    context.callback(logging.captureWarnings, False)
-    logging.captureWarnings(True)  # warnings.warn(...) goes to the handlers as well
-    if rank != 0:
-        nowhere = context.enter_context(open(os.devnull, "w"))  # noqa: SIM115
-        context.enter_context(contextlib.redirect_stdout(nowhere))
-    return context
+    screen.addFilter(lambda record: rank == 0 or record.levelno >= logging.ERROR)
+    old_screens = sys.stdout, sys.stderr
+    files = [h for h in before if getattr(h, "stream", None) not in old_screens]
+    try:
+        root.handlers = [screen, *files]
+        logging.captureWarnings(True)  # warnings.warn(...) goes to the handlers as well
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere),
+        ):
+            yield
+    finally:
+        logging.captureWarnings(False)
+        root.handlers = before
 
 
 def open_writer(rank, folder):
@@ -147,11 +154,26 @@ class Library(nn.Linear):
         return super().forward(rows)
 
 
-class Terminal(io.StringIO):
-    """A screen that keeps what is written, and on which a bar is drawn."""
+class Stream(io.StringIO):
+    """A stream that keeps what is written, and says whether it goes to a terminal."""
+
+    def __init__(self, is_terminal, together):
+        super().__init__()
+        self.is_terminal, self.together = is_terminal, together
 
     def isatty(self):
-        return True
+        return self.is_terminal
+
+    def write(self, text):
+        self.together.append(text)  # in the order in which all streams of the screen get it
+        return super().write(text)
+
+
+class EagerBar(tqdm):
+    """A bar that is drawn in each step, and not only after a tenth of a second."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, mininterval=0, **options)
 
 
 class Witness:
@@ -193,11 +215,20 @@ def make_rows(seed, device):
 
 
 @contextlib.contextmanager
-def on_a_screen():
-    """Send stdout and stderr to two screens that are kept; yield both. Every warning is shown."""
-    out, err = Terminal(), Terminal()
-    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    with streams[0], streams[1], warnings.catch_warnings():
+def on_a_screen(is_terminal=True):
+    """Keep what goes to stdout and stderr, as on a screen of this rank's own machine; yield both.
+
+    Every warning is shown, and each bar in each step.
+    """
+    together = []
+    out, err = Stream(is_terminal, together), Stream(is_terminal, together)
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        patch.dict(os.environ, LOCAL_RANK="0"),
+        patch.dict(globals(), tqdm=EagerBar),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("always")
         yield out, err
 
@@ -219,14 +250,13 @@ def state():
 def hear(rank):
     """Speak in all ways inside one_voice(rank), then fail; return what is heard where.
 
-    It sends nothing, so a rank can try what it would hear as another one, also as rank 8. There is
-    a handler for the screen, and a log file, before one_voice comes.
+    It sends nothing, so a rank can try what it would hear as another one, also as rank 8. There are
+    handlers for the screen, and one for a file, before one_voice comes.
     """
     said, told, noted, logged, warned, failed = VOICES
-    own, file = io.StringIO(), logging.FileHandler(os.devnull, delay=True)
-    file.stream, root = io.StringIO(), logging.root
+    own, file, root = io.StringIO(), io.StringIO(), logging.root
     with on_a_screen() as (out, err), level(logging.INFO), patch.object(root, "handlers", []):
-        root.handlers += [logging.StreamHandler(), file]
+        root.handlers += [logging.StreamHandler(stream) for stream in (out, err, file)]
         before = state()
         with contextlib.suppress(ValueError), one_voice(rank):
             print(said)
@@ -238,7 +268,7 @@ def hear(rank):
             logging.error(failed)
             raise ValueError("training failed")
         same = state() == before
-    texts = [stream.getvalue() for stream in (out, err, file.stream, own)]
+    texts = [stream.getvalue() for stream in (out, err, file, own)]
     heard = [[word for word in VOICES for _ in range(text.count(word))] for text in texts]
     return *heard, same, f"[rank {rank}] ERROR FAILED" in texts[1]
 
@@ -277,19 +307,38 @@ def wrong_in_mean(device):
     close = abs(mean - right) < 1e-12
     if mean_over_rows(half, 1001) != 1 / 1001:  # bfloat16 knows 1000 and 1004
         return ["in bfloat16 the rows are not counted exactly"]
+    if where_sums_travel("meta") != ["meta"]:
+        return ["the sums leave their device, and nccl sends only from there"]
     return [] if close else [f"of {rows} rows the mean is {mean:.4g}, and not {right:.4g}"]
 
 
+def where_sums_travel(device):
+    """Return the devices of what mean_over_rows hands to all_reduce, if `total` is on `device`.
+
+    Nothing is sent. A tensor on the device "meta" has no numbers, so what asks for them fails.
+    """
+    devices, total = [], torch.zeros((), device=device)
+    with (
+        patch.object(dist, "all_reduce", lambda numbers, **_: devices.append(numbers.device.type)),
+        contextlib.suppress(RuntimeError),
+    ):
+        mean_over_rows(total, 1)
+    return devices
+
+
 def wrong_in_seldom(args, device, folder):
-    """Return what is wrong if the loss is logged in each second of five steps: a list."""
+    """Return what is wrong if the loss is logged in each second of five steps, on no terminal."""
     args = argparse.Namespace(**vars(args) | {"steps": 5})
-    everyone = observe(functools.partial(train, every=2), args, device, folder)
+    training = functools.partial(train, every=2)
+    everyone = observe(training, args, device, folder, is_terminal=False)
     losses, _ = compare(everyone, *make_rows(args.seed, device))
     right = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, *losses[4:]]
     pairs = [zip(theirs["means"], right, strict=False) for theirs in everyone]
     off = [abs(mean - loss) for mean, loss in chain(*pairs)]
     fine = len(off) == 3 * len(everyone) and max(off) < 1e-12
-    return [] if fine else ["with every=2, a mean is not that of two steps, or of the last one"]
+    wrong = [] if fine else ["with every=2, a mean is not that of two steps, or of the last one"]
+    bars = "".join(theirs["err"] for theirs in everyone).count("%|")
+    return [*wrong, "a bar is drawn where there is no terminal"] if bars else wrong
 
 
 def from_all_ranks(value):
@@ -299,18 +348,19 @@ def from_all_ranks(value):
     return everyone
 
 
-def observe(training, args, device, folder, shown=False):
+def observe(training, args, device, folder, shown=False, is_terminal=True):
     """Train on this rank under observation; return what all ranks have seen, by rank."""
     rows, targets, model = make_rows(args.seed, device)
     witness, before = Witness(model, rows, targets), state()
     handle = register_optimizer_step_post_hook(witness.after_update)
-    screens = contextlib.nullcontext([io.StringIO()] * 2) if shown else on_a_screen()
+    nothing_kept = contextlib.nullcontext([Stream(is_terminal, [])] * 2)
+    screens = nothing_kept if shown else on_a_screen(is_terminal)
     with screens as (out, err), patch.dict(globals(), mean_over_rows=witness.mean_over_rows):
         training(model, rows, targets, args.steps, args.batch_size, folder)
     handle.remove()
     same = state() == before
     seen = {"steps": witness.steps, "means": witness.means, "same": same}
-    seen["graphs"] = witness.graphs
+    seen |= {"graphs": witness.graphs, "together": "".join(out.together)}
     return from_all_ranks(seen | {"out": out.getvalue(), "err": err.getvalue()})
 
 
@@ -367,6 +417,7 @@ def wrong_in_output(everyone, steps, written):
     rules = {
         "rank 0 does not say each mean": everyone[0]["out"].splitlines() == wanted,
         "a warning of rank 0 is not heard": library,
+        "a bar is torn": not re.search(r"[^\r\n]step \d+: ", everyone[0]["together"]),
         "rank 0 has no bar on a terminal": f"{steps}/{steps}" in everyone[0]["err"],
         f"another rank says {others[:40]!r}": not others,
         f"there are {files} event files": files == 1,

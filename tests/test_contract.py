@@ -201,9 +201,15 @@ def test_technique_comes_first_and_the_frame_last(lesson):
 
 @each
 def test_technique_is_what_a_reader_copies(lesson):
-    """No generator, no claim code, no flag: the proof watches from outside, and has its breaks."""
+    """No generator, no claim code, no flag: the proof watches from outside, and has its breaks.
+
+    A context manager is written with one `yield`, and is no generator that a proof could step.
+    """
     source = text_of(SCRIPTS[lesson])
     technique = source.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
+    contexts = technique.count("@contextlib.contextmanager\ndef ")
+    assert len(re.findall(r"^ +yield$", technique, re.MULTILINE)) == contexts
+    technique = re.sub(r"^ +yield$", "", technique, count=contexts, flags=re.MULTILINE)
     assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
     assert source.endswith(END_OF_FRAME)
     assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")

@@ -2,13 +2,16 @@
 
 import builtins
 import contextlib
+import fcntl
 import io
 import logging
 import os
 import re
 import subprocess
 import sys
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from unittest.mock import Mock, patch
 
 import cloudpickle
@@ -20,13 +23,21 @@ from breaks import check_breaks
 from conftest import ENVIRONMENT, run_warm
 from nbtools import run
 from nbtools.record import Wire
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MEAN = "    return total / count\n"
-QUIET = "context.enter_context(contextlib.redirect_stdout(nowhere))"
+QUIET = "contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere)"
+SILENT = "contextlib.redirect_stdout(nowhere)"
+STAY = 'getattr(h, "stream", None) not in old_screens'
+FILTER = "lambda record: rank == 0 or record"
+ON_CPU = "torch.tensor([total, count], dtype=torch.float64)"
+MUTE = 'setattr(sys, "stdout", sys.stdout if rank == 0 else io.StringIO())'
+LOCAL = 'int(os.environ["LOCAL_RANK"])'
 SGD = "(model){}\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    total"
 
 BREAKS = {
@@ -41,29 +52,41 @@ BREAKS = {
     "the last steps are lost": ("if step % every == 0 or step == steps:", "if step % every == 0:"),
     "rows counted in the type of the loss": ("total.detach().double()", "total.detach()"),
     "graphs are kept": ("total + loss.detach() * len(mine)", "total + loss * len(mine)"),
-    "rank % 8 logs": ("logging.NOTSET if rank == 0", "logging.NOTSET if rank % 8 == 0"),
-    "rank % 8 prints": ("if rank != 0:\n        nowhere", "if rank % 8:\n        nowhere"),
+    "rank % 8 logs": (FILTER, "lambda record: rank % 8 == 0 or record"),
+    "rank % 8 prints": ("sys.stdout if rank == 0", "sys.stdout if rank % 8 == 0"),
     "rank % 8 writes": ("if rank != 0:\n        return", "if rank % 8:\n        return"),
     "each rank its own writer": ("if rank != 0:\n        return", "if False:\n        return"),
-    "everybody prints": (QUIET, "pass"),
-    "silence on rank 0 too": ("if rank != 0:\n        nowhere", "if True:\n        nowhere"),
-    "rank 0 logs errors only": ("logging.NOTSET if rank == 0 else ", ""),
-    "old screens stay": ("isinstance(h, logging.FileHandler)", "h"),
+    "everybody prints": (QUIET, "contextlib.nullcontext()"),
+    "silence on rank 0 too": (QUIET, SILENT),
+    "rank 0 logs errors only": (FILTER, "lambda record: record"),
+    "old screens stay": (STAY, "h"),
+    "an old screen on stdout stays": ("= sys.stdout, sys.stderr", "= (sys.stderr,)"),
     "lines of rank 0 only by name": ('f"[rank {rank}] %', 'f"[rank 0] %'),
-    "errors are silenced": (" else logging.ERROR", " else logging.CRITICAL"),
+    "errors are silenced": (">= logging.ERROR", "> logging.ERROR"),
     "warnings pass by": ("logging.captureWarnings(True)", "pass"),
-    "log files are lost": ("if isinstance(h, logging.FileHandler)", "if not h"),
+    "log files are lost": (STAY, "not h"),
+    "only FileHandlers stay": (STAY, "isinstance(h, logging.FileHandler)"),
     "no voice in the loop": ("with one_voice(rank), open", "with open"),
     "a bar on each rank": ("disable=rank != 0 or None", "disable=None"),
+    "a bar in a log file": ("disable=rank != 0 or None", "disable=rank != 0"),
+    "a print tears the bar": ("tqdm.write(f", "print(f"),
+    "local rank 0 speaks": ("one_voice(rank), open", f"one_voice({LOCAL}), open"),
+    "local rank 0 writes": ("open_writer(rank, folder) as", f"open_writer({LOCAL}, folder) as"),
+    "local rank 0 has a bar": ("disable=rank != 0", f"disable={LOCAL} != 0"),
+    "sums leave their device": ("torch.stack((total, torch.full_like(total, count)))", ON_CPU),
     "gradients as a mean of means": ("(loss * world_size * len(mine) / batch_size)", "loss"),
     "the factor without world size": ("loss * world_size * len", "loss * len"),
     "the same rows on all ranks": ("[rank::world_size]  #", "[::world_size]  #"),
     "no DDP": (SGD.format(""), SGD.format(".module")),
     # Last, because what they leave behind would spoil what follows them in this process.
     "handlers are changed in place": ("root.handlers = [", "root.handlers[:] = ["),
-    "logging is not put back": ('setattr, root, "handlers", root.handlers', "str"),
-    "print is not put back": (QUIET, "sys.stdout = nowhere"),
-    "warnings are not put back": ("context.callback(logging.captureWarnings, False)", "pass"),
+    "logging is not put back": ("        root.handlers = before", "        pass"),
+    "only a good end puts back": (
+        "    finally:\n",
+        "    except OSError:\n        pass\n    else:\n",
+    ),
+    "print is not put back": (QUIET, f"contextlib.nullcontext({MUTE})"),
+    "warnings are not put back": ("logging.captureWarnings(False)", "pass"),
 }
 
 
@@ -163,8 +186,24 @@ def test_avg_works_over_gloo_and_gives_the_mean_of_means():
     assert run(means_of, 2) == [(7.0, 6.0, 1.5)] * 2
 
 
+class Readings(TorchFunctionMode):
+    """Notes which functions hand a single number to Python, or take it from its device."""
+
+    NAMES = "item", "tolist", "numpy", "cpu", "to", "__float__", "__bool__"
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
 def train_on(rank, world_size, folder):
-    """Train for 4 steps; return this process, its optimizers, what was sent, what is imported."""
+    """Train for 4 steps; return process, optimizers, what was sent, read and imported."""
     made, (rows, targets, model) = [], lesson.make_rows(0, torch.device("cpu"))
 
     class Counted(torch.optim.SGD):
@@ -172,9 +211,11 @@ def train_on(rank, world_size, folder):
             super().__init__(*args, **options)
             made.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
 
-    with patch.object(torch.optim, "SGD", Counted), lesson.on_a_screen(), Wire() as wire:
-        lesson.train(model, rows, targets, 4, 31, folder)
-    return os.getpid(), made, wire.calls, {"tensorboard", "tensorflow"} & set(sys.modules)
+    counting = patch.object(torch.optim, "SGD", Counted)
+    with counting, lesson.on_a_screen(), Wire() as wire, Readings() as readings:
+        lesson.train(model, rows, targets, 4, 31, folder, every=2)
+    slow = {"tensorboard", "tensorflow"} & set(sys.modules)
+    return os.getpid(), made, wire.calls, readings.names, slow
 
 
 @pytest.mark.claim("C5", "E6")
@@ -182,12 +223,13 @@ def test_each_rank_owns_its_process_and_optimizer_and_no_parameter_is_sent(tmp_p
     ranks = run(train_on, 2, str(tmp_path))
     assert len({pid for pid, *_ in ranks} | {os.getpid()}) == 3  # each its own interpreter
     assert [slow for *_, slow in ranks] == [{"tensorboard"}, set()]  # who writes imports it
-    for _, optimizers, calls, _ in ranks:
+    for _, optimizers, calls, readings, _ in ranks:
         assert optimizers == [6]  # one, and it owns all 6 parameters
         assert calls.count(("broadcast", "float64", 6, 48)) == 1  # when DDP wraps: the parameters
         assert calls.count(("allreduce", "float64", 6, 48)) == 4  # gradients, in each step
-        assert calls.count(("allreduce", "float64", 2, 16)) == 4  # our losses
-        assert sum(call.kind == "float64" for call in calls) == 9
+        assert calls.count(("allreduce", "float64", 2, 16)) == 2  # our losses, every=2
+        assert sum(call.kind == "float64" for call in calls) == 7
+        assert readings == ["tolist"] * 2  # a GPU is not awaited in between
 
 
 # --- Who speaks ---
@@ -203,11 +245,7 @@ def test_the_articles_print_stays_dead_and_takes_files_with_it():
             raise ValueError("training failed")
         print("afterwards")
     assert (report.getvalue(), screen.getvalue()) == ("", "")
-    assert lesson.hear(1)[3:] == (
-        ["SAID"],
-        True,
-        True,
-    )  # the lesson's: files get theirs, all is put back
+    assert lesson.hear(1)[3:] == (["SAID"], True, True)  # the lesson's: files get theirs
 
 
 @pytest.mark.claim("C6")
@@ -217,6 +255,47 @@ def test_without_configuration_the_others_still_log():
         logging.getLogger("train").warning("few steps")
         logging.getLogger("train").info("step 1")
     assert err.getvalue() == "few steps\n"
+
+
+@pytest.mark.claim("C6")
+def test_handlers_that_are_no_screen_get_what_they_would_get_otherwise(tmp_path):
+    """Among them a queue; and a bar's handler, which takes the screen's place, is as silent."""
+    queue, named = SimpleQueue(), logging.FileHandler(tmp_path / "named", delay=True)
+    with (
+        open(tmp_path / "opened", "w") as opened,
+        patch.object(logging.root, "handlers", []),
+        lesson.on_a_screen() as (_, err),
+    ):
+        logging.root.handlers += [logging.StreamHandler(opened), QueueHandler(queue), named]
+        with lesson.one_voice(1), logging_redirect_tqdm():
+            logging.warning("few rows")
+            logging.error("bad row")
+        named.close()
+    assert err.getvalue().strip() == "[rank 1] ERROR bad row"
+    for file in ("opened", "named"):
+        assert (tmp_path / file).read_text() == "few rows\nbad row\n"
+    assert [queue.get().getMessage() for _ in range(queue.qsize())] == ["few rows", "bad row"]
+
+
+@pytest.mark.claim("C6")
+def test_one_voice_begins_at_its_with_and_the_level_is_chosen_before():
+    """basicConfig does nothing where the root logger has a handler, and in one_voice it has one."""
+    before = lesson.state()
+    voice = lesson.one_voice(1)
+    assert lesson.state() == before
+    with voice:
+        assert lesson.state() != before
+    with (
+        patch.object(logging.root, "handlers", []),
+        lesson.level(logging.WARNING),
+        lesson.on_a_screen() as (_, err),
+    ):
+        for step in (1, 2):
+            with lesson.one_voice(0):
+                logging.basicConfig(level=logging.INFO)
+                logging.info("step %d", step)
+            logging.basicConfig(level=logging.INFO)
+    assert err.getvalue() == "[rank 0] INFO step 2\n"
 
 
 @pytest.mark.claim("C6")
@@ -235,6 +314,19 @@ def test_a_print_is_four_writes_and_a_log_line_is_one():
         logging.error("a bad row: %d", 7)
         assert sys.stdout.write.call_count == 4
         sys.stderr.write.assert_called_once_with("[rank 0] ERROR a bad row: 7\n")
+
+
+@pytest.mark.claim("C6")
+@pytest.mark.skipif(sys.platform != "linux", reason="how large a pipe is, one asks Linux")
+def test_a_pipe_takes_4096_bytes_whole_or_not_at_all_and_more_in_parts():
+    """Between two parts, another rank can write. A writer that may wait makes the parts itself."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb"), open(writer, "wb", buffering=0) as pipe:
+        room = 100
+        os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ) - room))
+        assert pipe.write(bytes(4096)) is None  # nothing: there is room for 100 bytes
+        assert pipe.write(bytes(4096 + room)) == room
 
 
 @pytest.mark.claim("C6")

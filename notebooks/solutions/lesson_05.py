@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 BUDGET = 16  # bytes that a rank may hand to collectives for one mean: a sum and a count
+ROUNDED = "it is close, but rounded: which type of number is the sum, and which the count?"
 
 # --- Task 1: predict ---
 
@@ -41,10 +42,10 @@ def mean_loss(loss_of_my_rows, my_row_count):
 def examine_mean_loss(rank, world_size, attempt, cases):
     """Call the attempt with the mean over this rank's rows; return its answers, and the bytes."""
     found = []
-    for _, losses in cases:
-        mean = torch.tensor(losses[rank], dtype=torch.float64).mean()  # nan if there are no rows
+    for _, parts in cases:
+        mean, count = parts[rank]
         with Wire() as wire:
-            answer = attempt(mean, len(losses[rank]))
+            answer = attempt(torch.tensor(mean, dtype=torch.float64), count)
         if isinstance(answer, torch.Tensor) and answer.numel() == 1:
             answer = answer.item()
         found.append((answer, sum(call.nbytes for call in wire.calls)))
@@ -52,10 +53,10 @@ def examine_mean_loss(rank, world_size, attempt, cases):
 
 
 def make_cases(nproc):
-    """Return [(words, losses of the rows by rank)]: unequal, many, no row at all, nan, inf."""
+    """Return [(words, [(mean, rows) by rank])]: unequal, many, no row at all, nan, inf."""
     uneven = [[1.0 + rank] * (rank + 1) for rank in range(nproc)]
     thirds = [[1 / 3 + rank, 0.1] for rank in range(nproc)]
-    return [
+    cases = [
         ("equally many rows on all ranks", [[rank + 0.5, 3.0 * rank] for rank in range(nproc)]),
         ("unequal numbers of rows", uneven),
         ("losses of 0.1 and 1/3", thirds),
@@ -66,6 +67,14 @@ def make_cases(nproc):
         ("a loss that is nan on rank 0", [[1.0, math.nan], *uneven[1:]]),
         ("a loss that is infinite on rank 0", [[math.inf], *uneven[1:]]),
     ]
+    cases = [(words, [mean_and_count(part) for part in losses]) for words, losses in cases]
+    many = [(1.0, 2**24 + 1), *((1.0 + rank, 3) for rank in range(1, nproc))]
+    return [*cases, ("more than 16,777,216 rows", many)]
+
+
+def mean_and_count(losses):
+    """Return the mean of the losses, nan if there are none, and their number."""
+    return (sum(losses) / len(losses) if losses else math.nan), len(losses)
 
 
 def check_mean_loss(attempt):
@@ -76,10 +85,10 @@ def check_mean_loss(attempt):
             answers = run(examine_mean_loss, nproc, attempt, cases, deadline=30)
         except RankFailed as error:
             return f"with {nproc} ranks: {error}"
-        for number, (words, losses) in enumerate(cases):
+        for number, (words, parts) in enumerate(cases):
             for rank in range(nproc):
                 answer, sent = answers[rank][number]
-                problem = wrong_mean(answer, losses, rank)
+                problem = wrong_mean(answer, parts, rank)
                 if problem:
                     return f"with {words}, rank {rank} returned {problem}"
                 if sent > BUDGET:
@@ -87,10 +96,10 @@ def check_mean_loss(attempt):
     return None
 
 
-def wrong_mean(answer, losses, rank):
+def wrong_mean(answer, parts, rank):
     """Return what is wrong with one answer, or None."""
-    rows = [loss for part in losses for loss in part]
-    right, means = sum(rows) / len(rows), [sum(part) / len(part) for part in losses if part]
+    means = [mean for mean, count in parts if count]
+    right = sum(mean * count for mean, count in parts if count) / sum(count for _, count in parts)
     if not isinstance(answer, (int, float)):
         return f"{type(answer).__name__}, not a number"
     if answer == right or abs(answer - right) < 1e-12 or (math.isnan(answer) and right != right):
@@ -102,13 +111,15 @@ def wrong_mean(answer, losses, rank):
         hint = "the mean over no rows is nan, and 0 times nan is nan"
     elif math.isclose(answer, sum(means)):
         hint = "that is the sum over the ranks: all_reduce adds up by default"
-    elif losses[rank] and math.isclose(answer, sum(losses[rank]) / len(losses[rank])):
+    elif abs(answer - right) < 1e-6 * abs(right):
+        hint = ROUNDED
+    elif parts[rank][1] and math.isclose(answer, parts[rank][0]):
         hint = "that is the loss of its own rows: nothing was reduced"
-    elif math.isclose(answer, sum(means) / len(losses)):
+    elif math.isclose(answer, sum(means) / len(parts)):
         hint = "that is the mean of the means: a rank with more rows must count more"
     elif abs(answer - right) < 0.05 * abs(right):
-        hint = "it is close, but rounded: which type of number has travelled?"
-    return f"{answer:.9g}, not {right:.9g}: {hint}"
+        hint = ROUNDED
+    return f"{answer:.12g}, not {right:.12g}: {hint}"
 
 
 # --- Task 3: predict ---
@@ -170,22 +181,25 @@ def losses_of_one_process(steps):
 
 
 def examine_train_until(rank, world_size, attempt, limits):
-    """Run the attempt for each limit; return the steps, and the bytes beside the gradients."""
+    """Run the attempt for each limit; return the steps, updates, other bytes, and rows computed."""
     found = []
     for limit in limits:
         rows, targets, model = make_unlike_rows()
+        computed = []
+        model.register_forward_hook(lambda *seen, to=computed: to.append(len(seen[-1])))
         with Wire() as wire:
             steps = attempt(rank, world_size, model, rows, targets, limit)
         sizes = [call.nbytes for call in wire.calls if call.name != "broadcast"]
         updates = sizes.count(32)  # a gradient: 4 numbers of float64
-        found.append((steps, updates, sum(sizes) - 32 * updates))
+        found.append((steps, updates, sum(sizes) - 32 * updates, sum(computed)))
     return found
 
 
 def check_train_until(attempt, deadline=15):
     """Return None if all ranks stop when the loss of all rows says so, else one sentence."""
     losses = losses_of_one_process(50)
-    limits = [1.01 * losses[9], 1.01 * losses[19], 1.01 * losses[29], 0.0]
+    near = losses[9] * 1e-6  # a number of 16 bits is off by more, one of 32 bits by less
+    limits = [losses[9] + near, losses[9] - near, 1.01 * losses[29], 0.0]
     wanted = [next((n for n, loss in enumerate(losses, 1) if loss < lim), 50) for lim in limits]
     for nproc in (2, 3):
         where, found = f"with {nproc} ranks", [[] for _ in range(nproc)]
@@ -208,15 +222,19 @@ def who_stopped(error):
 
 
 def wrong_steps(found, wanted):
-    """Return what is wrong with (steps, updates, bytes) of each rank and limit so far, or None."""
+    """Return what is wrong with what examine_train_until found on each rank so far, or None."""
+    share = 36 // len(found)
     for number, right in enumerate(wanted[: len(found[0])]):
         steps = [theirs[number][0] for theirs in found]
         if len(set(steps)) > 1:
             return f"they say that they have made {steps} steps"
         if steps[0] != right or any(theirs[number][1] != right for theirs in found):
-            return f"they stop after step {steps[0]}; the loss of all rows, after {right}"
+            hint = ": is a number rounded?" * (abs(steps[0] - right) == 1)
+            return f"they stop after step {steps[0]}; the loss of all rows, after {right}{hint}"
         if max(theirs[number][2] for theirs in found) > BUDGET * right + 64:
             return f"a rank sends more than {BUDGET} bytes in a step to decide"
+        if max(theirs[number][3] for theirs in found) > share * right:
+            return f"a rank computes more rows in a step than its share, {share} of 36"
     return None
 
 

@@ -50,6 +50,16 @@ def in_float32(loss, rows):
     return total / count
 
 
+def counted_in_float32(loss, rows):
+    total, count = reduced(loss * rows if rows else 0.0, torch.tensor(rows).float())
+    return total / count
+
+
+def summed_in_bfloat16(loss, rows):
+    total, count = reduced(loss.bfloat16() * rows if rows else 0.0, rows)
+    return total / count
+
+
 def nan_spreads(loss, rows):
     total, count = reduced(loss * rows, rows)
     return total / count
@@ -86,11 +96,11 @@ def sends_everything(loss, rows):
 # --- Task 4 ---
 
 
-def trained(decide):
+def trained(decide, all_rows=False):
     """Return an attempt that stops when decide(loss, limit, rank) says so."""
 
     def attempt(rank, world_size, model, rows, targets, limit):
-        mine = slice(rank, None, world_size)
+        mine = slice(None) if all_rows else slice(rank, None, world_size)
         replica = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(1, 51):
@@ -136,6 +146,22 @@ def with_all_losses_as_objects(loss, limit, rank):
     return sum(everyone) / len(everyone) < limit
 
 
+def with_sums_in_bfloat16(loss, limit, rank):
+    numbers = torch.stack((loss, torch.ones_like(loss))).bfloat16()
+    dist.all_reduce(numbers)
+    return numbers[0] / numbers[1] < limit
+
+
+def with_all_rows_beside(rank, world_size, model, rows, targets, limit):
+    def decide(loss, limit, rank):
+        decision = whole[-1] < limit
+        whole.append(mse_loss(model(rows), targets).detach())
+        return decision
+
+    whole = [mse_loss(model(rows), targets).detach()]
+    return trained(decide)(rank, world_size, model, rows, targets, limit)
+
+
 impatient = functools.partial(check_train_until, deadline=4)  # this one hangs
 
 WRONG = {
@@ -153,8 +179,10 @@ WRONG = {
             mean_of_means_without_empty_ranks,
             "a rank with more rows must count more",
         ),
-        "bfloat16": (in_bfloat16, "which type of number has travelled"),
-        "float32": (in_float32, "which type of number has travelled"),
+        "bfloat16": (in_bfloat16, "which type of number is the sum"),
+        "float32": (in_float32, "which type of number is the sum"),
+        "counted in float32": (counted_in_float32, "which type of number is the sum"),
+        "summed in bfloat16": (summed_in_bfloat16, "which type of number is the sum"),
         "nan spreads": (nan_spreads, "0 times nan is nan"),
         "nan hidden": (nan_hidden, "their nan must not be hidden"),
         "nan hidden on rank 0": (nan_hidden_on_rank_0, "their nan must not be hidden"),
@@ -175,6 +203,12 @@ WRONG = {
         "by the sum": (trained(by_the_sum), "the loss of all rows, after"),
         "only rank 0 asks": (trained(only_rank_0_asks), "they do not end together", impatient),
         "objects": (trained(with_all_losses_as_objects), "more than 16 bytes in a step"),
+        "bfloat16": (trained(with_sums_in_bfloat16), "is a number rounded"),
+        "all rows beside": (with_all_rows_beside, "more rows in a step than its share"),
+        "all rows": (
+            trained(lambda loss, limit, rank: loss < limit, all_rows=True),
+            "more rows in a step than its share",
+        ),
         "never": (trained(lambda loss, limit, rank: False), "the loss of all rows, after"),
     },
 }
