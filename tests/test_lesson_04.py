@@ -48,7 +48,22 @@ BREAKS = {
     "rank 0 is not looked for": ("r in range(world_size) if", "r in range(1, world_size) if"),
     "numbers below zero": ("not 0 <= rank < world_size", "rank >= world_size"),
     "numbers that are none": ("not 0 <= rank < world_size", "False"),
-    "who comes late is let in": ("        raise RuntimeError(problem)\n", "        pass\n"),
+    "who comes late is let in": ("verdict = problem or ", "verdict = "),
+    "rank 0 leaves before the others are told": ("if rank == 0:  # who", "if False:  # who"),
+    "complete, whatever was found before": (
+        'compare_set("verdict", "", "complete")',
+        'set("verdict", "complete")',
+    ),
+    "each sets the world size, then reads it": (
+        'store.compare_set("world size", "", str(world_size)).decode()',
+        '(store.set("world size", str(world_size)), store.get("world size").decode())[1]',
+    ),
+    "looks first whether a rank is taken, then takes it": (
+        'store.add(f"rank {rank}", 1) > 1',
+        'store.check([f"rank {rank}"]) or store.set(f"rank {rank}", "1")',
+    ),
+    "gloo, whatever backend was asked for": ("group(backend, ", 'group("gloo", '),
+    "the group meets without the store": ("store=store, rank=rank,", "rank=rank,", (2, 3)),
     "rank 0 waits for all, before the roll call": (', "wait_for_workers": False', ""),
     "rank 0 listens under torchrun, too": ('!= "True":', '!= "true":'),
     "the group has another timeout": (
@@ -62,6 +77,11 @@ BREAKS = {
         "rank=rank, world_size=1,",
     ),
 }
+with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+    BREAKS |= {  # where there is IPv6
+        "calls a host in brackets": ('TCPStore(host.strip("[]")', "TCPStore(host"),
+        "listens at a host in brackets": ('create_server((host.strip("[]")', "create_server((host"),
+    }
 
 
 @pytest.mark.parametrize("nproc", (2, 3))
