@@ -94,8 +94,8 @@ def call_the_roll(store, rank, world_size, limit=TWO_MINUTES):
         store.wait(["verdict"], limit)
     except RuntimeError:
         missing = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r}"])]
-        if missing:  # if not, the last one is here, and is writing the verdict
-            store.compare_set("verdict", "", f"not here after {limit}: {', '.join(missing)}")
+        verdict = f"not here after {limit}: {', '.join(missing)}"
+        store.compare_set("verdict", "", verdict if missing else "complete")
     verdict = problem or store.get("verdict").decode()
     if verdict != "complete":
         store.add("told", 1)
@@ -138,8 +138,10 @@ def watched(rank, world_size, backend, attempt, report):
         told = options.get("rank"), options.get("world_size")
         if told != (rank, world_size):
             raise ValueError(f"rank {rank} of {world_size} joins as rank {told[0]} of {told[1]}")
-        if args != (backend,) or not isinstance(options.get("store"), dist.Store):
-            raise ValueError(f"the group has {args} and not {backend}, or not the store")
+        if args != (backend,):
+            raise ValueError(f"the group is asked for {args}, and not for {backend}")
+        if "store" not in options:
+            raise ValueError("the group meets without the store")
         if options.get("timeout") != LIMIT:
             raise ValueError(f"the group waits for {options.get('timeout')}, and not for {LIMIT}")
         here = time.perf_counter()
@@ -244,8 +246,8 @@ def wrong_in_orders():
         for moment in range(1, 5):
             for said in told_in_order(first, second, moment):
                 if words not in said:
-                    ranks = "rank {} of {}, in its midst rank {} of {}".format(*first, *second)
-                    return [f"{ranks} call the roll, and one is told: {said}"]
+                    who = "rank {} of {}, and in its midst rank {} of {}".format(*first, *second)
+                    return [f"when the roll is called by {who}, one is told: {said}"]
     return ["rank 0 leaves before rank 1 is told"] if rank_0_leaves_first() else []
 
 

@@ -8,6 +8,8 @@ import re
 import shlex
 import socket
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT, finish, run_lesson, run_warm, start_program
-from nbtools import run
+from nbtools import free_ports, run, wait_for_all
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -37,7 +39,8 @@ BREAKS = {
     "world size of one machine": ('["WORLD_SIZE"])', '["LOCAL_WORLD_SIZE"])'),
     "a store that nobody closes": (
         'return dist.TCPStore(host.strip("[]"), int(port), world_size, **options)',
-        "return globals().setdefault(place, dist.TCPStore(host, int(port), world_size, **options))",
+        "return globals().setdefault(place, "
+        'dist.TCPStore(host.strip("[]"), int(port), world_size, **options))',
     ),
     "an address that only this machine knows": (
         'host, _, port = place.rpartition(":")\n    options',
@@ -213,6 +216,57 @@ def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             lesson.parse_args([])
         assert "set WORLD_SIZE" in capsys.readouterr().err or bad == "2"
+
+
+def wait_once_rank_2_is_here(self, keys, limit):
+    super(type(self), self).wait(["rank 2"], timedelta(seconds=60))
+    super(type(self), self).wait(keys, limit)
+
+
+def read_slowly(self, key):
+    time.sleep(0.5 if key == "verdict" else 0)
+    return super(type(self), self).get(key)
+
+
+def come_to_a_roll_call(number, count, comers, port):
+    """Be one of the processes that come; rank 0 listens before the others call. What is said?"""
+    dist.destroy_process_group()
+    rank, world_size, seconds, waits_for, changed = comers[number]
+    if rank > 0:
+        wait_for_all(number, count, "rank 0 listens")
+    store = lesson.open_store(f"127.0.0.1:{port}", rank, world_size, timedelta(seconds=60))
+    if rank == 0:
+        wait_for_all(number, count, "rank 0 listens")
+    if waits_for:
+        store.wait(waits_for)
+        time.sleep(0.5)
+    dist.PrefixStore = type("Changed", (dist.PrefixStore,), changed)
+    try:
+        lesson.join(store, rank, world_size, limit=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+# What all must be told: [(rank, world size, limit, what it waits for first, what its store does)].
+COMERS = {
+    "not here after 0:00:00.500000: rank 1": [
+        (0, 3, 0.5, [], {"wait": wait_once_rank_2_is_here}),
+        (2, 3, 60, [], {"get": read_slowly}),
+    ],
+    "rank 1 has world size 4, another rank has 3": [
+        (0, 3, 60, [], {}),
+        (1, 4, 60, ["job, attempt 0/rank 0"], {}),
+        (2, 3, 60, ["job, attempt 0/verdict"], {}),
+    ],
+}
+
+
+@pytest.mark.claim("E9")
+@pytest.mark.parametrize("words", COMERS)
+def test_rank_0_keeps_the_store_until_all_are_told(words):
+    """Who reads slowly is told who is missing, and who comes late that there was a problem."""
+    comers = COMERS[words]
+    assert run(come_to_a_roll_call, len(comers), comers, *free_ports(1)) == [words] * len(comers)
 
 
 PROJECT = """
