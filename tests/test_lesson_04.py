@@ -287,6 +287,19 @@ def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
     assert run_warm(tmp_path / "own.py", 2) == [(0, "3\n")] * 2
 
 
+def test_each_message_of_the_page_is_in_the_list_of_errors():
+    """In docs/errors.md the page's words stand between backticks, with other numbers."""
+    page = json.loads((ROOT / "notebooks" / "lesson_04_init_methods.ipynb").read_text())
+    streams = [out for cell in page["cells"] for out in cell.get("outputs", []) if "text" in out]
+    lines = [line for out in streams for line in out["text"] if re.search(r"Error: \S", line)]
+    listed = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "errors.md").read_text())
+    parts = [re.sub(r"\d+", "0", words).split("…") for words in listed if " " in words]
+    assert len(lines) > 10
+    for line in lines:
+        said = re.sub(r"\d+", "0", line)
+        assert any(all(part in said for part in words) for words in parts), line
+
+
 @pytest.mark.claim("E4")
 def test_backend_is_nccl_only_if_each_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
