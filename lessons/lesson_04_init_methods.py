@@ -248,7 +248,7 @@ def wrong_in_orders():
                 if words not in said:
                     who = "rank {} of {}, and in its midst rank {} of {}".format(*first, *second)
                     return [f"when the roll is called by {who}, one is told: {said}"]
-    return ["rank 0 leaves before rank 1 is told"] if rank_0_leaves_first() else []
+    return wrong_in_leaving()
 
 
 def told_in_order(first, second, moment):
@@ -276,8 +276,8 @@ def told_in_order(first, second, moment):
     return said
 
 
-def rank_0_leaves_first():
-    """Let ranks 0 and 1 of 3 wait in vain, rank 1 slow to read why; return who leaves first."""
+def wrong_in_leaving():
+    """Let ranks 0 and 1 of 3 wait in vain, rank 1 slow to read why; return what is wrong."""
     store, asked, told = dist.HashStore(), [], threading.Event()
 
     def come(rank, notice):
@@ -294,11 +294,12 @@ def rank_0_leaves_first():
     zero.start()
     while zero.is_alive() and len(asked) < 30:  # it asks again and again while it stays
         time.sleep(0.001)
-    left = not zero.is_alive()
+    wrong = [] if zero.is_alive() else ["rank 0 leaves before rank 1 is told"]
     told.set()
     one.join()
+    before = len(asked)
     zero.join()
-    return left
+    return wrong if len(asked) < before + 10 else ["rank 0 stays when all have been told"]
 
 
 def said_to(caller):

@@ -53,6 +53,7 @@ BREAKS = {
     "numbers that are none": ("not 0 <= rank < world_size", "False"),
     "who comes late is let in": ("verdict = problem or ", "verdict = "),
     "rank 0 leaves before the others are told": ("if rank == 0:  # who", "if False:  # who"),
+    "nobody says that it is told": ('        store.add("told", 1)\n', ""),
     "complete, whatever was found before": (
         'compare_set("verdict", "", "complete")',
         'set("verdict", "complete")',
