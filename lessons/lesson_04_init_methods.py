@@ -25,6 +25,7 @@ import shlex
 import socket
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -63,7 +64,10 @@ def open_store(place, rank, world_size, limit=TWO_MINUTES):
 
 
 def join(store, rank, world_size, job="job", backend="gloo", limit=TWO_MINUTES):
-    """Call the roll, then join the default group. Jobs that share a store need a name each."""
+    """Call the roll, then join the default group. Jobs that share a store need a name each.
+
+    A rank waits up to `limit` in the roll call, and in each collective of the group as well.
+    """
     attempt = 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # this store outlives a restart
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -74,7 +78,7 @@ def join(store, rank, world_size, job="job", backend="gloo", limit=TWO_MINUTES):
 
 def call_the_roll(store, rank, world_size, limit=TWO_MINUTES):
     """Return when each rank has come once, all with one world size; else raise RuntimeError."""
-    problem = ""
+    end, problem = time.monotonic() + limit.total_seconds(), ""
     size = store.compare_set("world size", "", str(world_size)).decode()  # the first one sets it
     if size != str(world_size):
         problem = f"rank {rank} has world size {world_size}, another rank has {size}"
@@ -82,19 +86,30 @@ def call_the_roll(store, rank, world_size, limit=TWO_MINUTES):
         problem = f"rank {rank} is none of the {world_size} ranks, 0 to {world_size - 1}"
     elif store.add(f"rank {rank}", 1) > 1:  # in one step: of two, one gets 1 and the other gets 2
         problem = f"rank {rank} is here twice, or its mark is left from an earlier run"
-    elif store.add("here", 1) == world_size:  # the last one lets all others go
-        store.compare_set("verdict", "", "complete")
     if problem:
         store.compare_set("verdict", "", problem)  # the others need not wait any longer
-        raise RuntimeError(problem)
+    if store.add("here", 1) == world_size:  # the last one lets all go, if nobody has a problem
+        store.compare_set("verdict", "", "complete")
     try:
         store.wait(["verdict"], limit)
-    except RuntimeError as error:
+    except RuntimeError:
         missing = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r}"])]
-        raise RuntimeError(f"not here after {limit}: {', '.join(missing)}") from error
-    verdict = store.get("verdict").decode()
+        verdict = f"not here after {limit}: {', '.join(missing)}"
+        store.compare_set("verdict", "", verdict if missing else "complete")
+    verdict = problem or store.get("verdict").decode()
     if verdict != "complete":
+        store.add("told", 1)
+        if rank == 0:  # who may hold the store, so it leaves last
+            stay_until_told(store, world_size, end)
         raise RuntimeError(verdict)
+
+
+def stay_until_told(store, world_size, end):
+    """Return when all ranks are told; after `end`, when all that are here are, or in 10 seconds."""
+    while (now := time.monotonic()) < end + 10:
+        if store.add("told", 0) >= (world_size if now < end else store.add("here", 0)):
+            return
+        time.sleep(0.01)
 
 
 # --- The proof ---
@@ -115,7 +130,7 @@ def choose_device(rank, ranks_here):
 
 
 @contextlib.contextmanager
-def watched(rank, world_size, attempt, report):
+def watched(rank, world_size, backend, attempt, report):
     """Watch from outside whom the library is told that we are, and how long it takes to join."""
     library, start = dist.init_process_group, time.perf_counter()
 
@@ -123,6 +138,10 @@ def watched(rank, world_size, attempt, report):
         told = options.get("rank"), options.get("world_size")
         if told != (rank, world_size):
             raise ValueError(f"rank {rank} of {world_size} joins as rank {told[0]} of {told[1]}")
+        if args != (backend,):
+            raise ValueError(f"the group is asked for {args}, and not for {backend}")
+        if "store" not in options:
+            raise ValueError("the group meets without the store")
         if options.get("timeout") != LIMIT:
             raise ValueError(f"the group waits for {options.get('timeout')}, and not for {LIMIT}")
         here = time.perf_counter()
@@ -146,14 +165,15 @@ def be_one_rank(args, place, rank, world_size, where):
     if args.method != "file" and store.timeout != LIMIT:
         report["wrong"].append(f"the store waits for {store.timeout}, and not for {LIMIT}")
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    again = f"{first}, once more"
+    again, name = f"{first}, once more", f"{device.type}:{backend}"  # a name that is no default
     for job, attempt in (("a", first), ("b", first), ("a", again)):  # two jobs, one of them twice
-        with watched(rank, world_size, attempt, report):
-            join(store, *told[1:], job, backend, LIMIT)
+        with watched(rank, world_size, name, attempt, report):
+            join(store, *told[1:], job, name, LIMIT)
         report["sums"] += add_up(args, rank, device)
         dist.barrier()
         if attempt == again and world_size > 1:
             report["wrong"] += wrong_in_rehearsals(store, rank, world_size)
+            report["wrong"] += wrong_in_orders() if rank == 0 else []
         dist.barrier()  # nobody leaves before all are through
         dist.destroy_process_group()
     del store
@@ -180,28 +200,106 @@ def wrong_in_rehearsals(store, rank, world_size):
     last, wrong = world_size - 1, []
     absent = [0] if world_size == 2 else [0, last]
     missing = ", ".join(f"rank {number}" for number in absent)
-    sins = {  # what the last rank does: who it says it is, of how many; what all must be told
-        "comes as rank 0": (0, world_size, "rank 0 is here twice"),
-        "has a number too high": (world_size, world_size, f"rank {world_size} is none of"),
-        "has a number too low": (-1, world_size, "rank -1 is none of"),
-        "has another world size": (last, world_size + 1, "has world size"),
-        "does not come": (None, world_size, f"not here after 0:00:01: {missing}"),
-        "comes late, and once more": (last, world_size, "is here twice"),
+    sins = {  # what the last rank does: the number that it says; what all must be told
+        "comes as rank 0": (0, "rank 0 is here twice"),
+        "does not come": (None, f"not here after 0:00:01: {missing}"),
+        "comes late, and once more": (last, "is here twice"),
     }
-    for sin, (number, size, words) in sins.items():
+    for sin, (number, words) in sins.items():
         sinner = rank in absent if number is None else rank == last
-        who, said = (number, size) if sinner else (rank, world_size), words
+        who, said = number if sinner else rank, words
         job = "b" if "once more" in sin else sin  # in b all have met already
         limit = timedelta(seconds=1 if number is None else 5)
         dist.barrier()
         begin = time.monotonic()
-        if who[0] is not None:
-            said = said_to(lambda: join(store, *who, job=job, limit=limit))  # noqa: B023
+        if who is not None:
+            said = said_to(lambda: join(store, who, world_size, job, limit=limit))  # noqa: B023
         if words not in said:
             wrong.append(f"if a rank {sin}, rank {rank} is told: {said}")
         elif time.monotonic() - begin > 20:
             wrong.append(f"if a rank {sin}, rank {rank} is told too late")
     return wrong[:1]
+
+
+class Noticed:
+    """Passes requests on to a store; before each, `notice` is told its name."""
+
+    def __init__(self, store, notice):
+        self.store, self.notice = store, notice
+
+    def __getattr__(self, request):
+        self.notice(request)
+        return getattr(self.store, request)
+
+
+ORDERS = (  # two that call the roll, each a rank and a world size; what both must be told
+    ((1, 3), (1, 3), "is here twice"),
+    ((1, 2), (2, 2), "is none of"),
+    ((1, 2), (-1, 2), "is none of"),
+    ((1, 3), (1, 4), "has world size"),
+)
+
+
+def wrong_in_orders():
+    """Let two call the roll in the orders that chance brings seldom; return what is wrong."""
+    for first, second, words in (*ORDERS, *((b, a, words) for a, b, words in ORDERS)):
+        for moment in range(1, 5):
+            for said in told_in_order(first, second, moment):
+                if words not in said:
+                    who = "rank {} of {}, and in its midst rank {} of {}".format(*first, *second)
+                    return [f"when the roll is called by {who}, one is told: {said}"]
+    return wrong_in_leaving()
+
+
+def told_in_order(first, second, moment):
+    """Let `second` do all that it can before this request of `first`; return what both are told."""
+    store, asked, said, stands = dist.HashStore(), [], [], threading.Event()
+
+    def come(who, notice):
+        limit = timedelta(seconds=2)
+        said.append(said_to(lambda: call_the_roll(Noticed(store, notice), *who, limit)))
+        stands.set()
+
+    def count(request):
+        asked.append(request)
+        if len(asked) == moment:
+            other.start()
+            stands.wait(10)
+
+    def look(request):
+        if request == "wait":
+            stands.set()
+
+    other = threading.Thread(target=come, args=(second, look))
+    come(first, count)
+    other.join()
+    return said
+
+
+def wrong_in_leaving():
+    """Let ranks 0 and 1 of 3 wait in vain, rank 1 slow to read why; return what is wrong."""
+    store, asked, told = dist.HashStore(), [], threading.Event()
+
+    def come(rank, notice):
+        limit = timedelta(seconds=0.1)
+        said_to(lambda: call_the_roll(Noticed(store, notice), rank, 3, limit))
+
+    def be_slow(request):
+        if request == "get":
+            told.wait()
+
+    one = threading.Thread(target=come, args=(1, be_slow))
+    zero = threading.Thread(target=come, args=(0, asked.append))
+    one.start()
+    zero.start()
+    while zero.is_alive() and len(asked) < 30:  # it asks again and again while it stays
+        time.sleep(0.001)
+    wrong = [] if zero.is_alive() else ["rank 0 leaves before rank 1 is told"]
+    told.set()
+    one.join()
+    before = len(asked)
+    zero.join()
+    return wrong if len(asked) < before + 10 else ["rank 0 stays when all have been told"]
 
 
 def said_to(caller):
@@ -224,7 +322,10 @@ def wrong_doors(place, world_size):
     with patch.dict(os.environ, {AGENT: "True"}):  # as under torchrun, which listens already
         said = said_to(lambda: open_store(place, 0, world_size, LIMIT))
         wrong += [] if said == "nothing" else [f"under torchrun rank 0 is told: {said}"]
-    alone = f"127.0.0.1:{free_port()}", 0, world_size, timedelta(seconds=10)
+    alone = "127.0.0.1"
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        alone = "[::1]"  # as in a URL
+    alone = f"{alone}:{free_port()}", 0, world_size, timedelta(seconds=10)
     said = said_to(lambda: open_store(*alone))
     return wrong + ([] if said == "nothing" else [f"before the others come, rank 0 gets: {said}"])
 

@@ -33,6 +33,7 @@ class Counting(dist.PrefixStore):
     def __init__(self, store, patience):
         super().__init__("attempt", store)
         self.asked, self.patience, self.lock = 0, timedelta(seconds=patience), threading.Lock()
+        self.waiting = 0  # ranks that are held by the store
         self.set_timeout(self.patience)
 
     def count(self, method, *args):
@@ -44,7 +45,7 @@ class Counting(dist.PrefixStore):
         return self.count(super().set, key, value)
 
     def get(self, key):
-        return self.count(super().get, key)
+        return self.hold(super().get, key)
 
     def add(self, key, amount):
         return self.count(super().add, key, amount)
@@ -65,24 +66,40 @@ class Counting(dist.PrefixStore):
         return self.count(super().delete_key, key)
 
     def wait(self, keys, limit=None):
-        return self.count(super().wait, keys, min(limit or self.patience, self.patience))
+        return self.hold(super().wait, keys, min(limit or self.patience, self.patience))
+
+    def hold(self, method, *args):
+        with self.lock:
+            self.waiting += 1
+        try:
+            return self.count(method, *args)
+        finally:
+            with self.lock:
+                self.waiting -= 1
 
 
 def cross(attempt, world_size, rounds, patience):
     """Let ranks, which are threads here, cross the barrier; return what is wrong, or None."""
     store, came, wrong = Counting(dist.HashStore(), patience), [0] * world_size, []
+    allowed = rounds * (2 * world_size + 1)
+
+    def come_late(number):  # when all others wait at the store, however long they sleep before
+        end = monotonic() + 5 * patience
+        while store.waiting < world_size - 1 and not wrong and store.asked <= allowed:
+            if monotonic() > end:
+                wrong.append(f"in round {number + 1} a rank does not wait at the store")
+            sleep(0.01)
+        sleep(0.3)
 
     def be_a_rank(rank):
         for number in range(rounds):
             if rank == number % world_size:  # another one is late in each round
-                end = monotonic() + 10
-                while sum(n > number for n in came) < world_size - 1 and monotonic() < end:
-                    sleep(0.01)
-                sleep(0.3)
+                come_late(number)
             came[rank] += 1
             attempt(store, world_size)
             if min(came) <= number:
                 wrong.append(f"in round {number + 1} a rank went on before all had come")
+            if wrong:
                 return
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -93,7 +110,6 @@ def cross(attempt, world_size, rounds, patience):
         raise error
     if wrong or error:
         return min(wrong) if wrong else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    allowed = rounds * (2 * world_size + 1)
     if store.asked > allowed:
         return f"{store.asked} requests to the store in {rounds} rounds; {allowed} are enough"
     return None
@@ -109,15 +125,17 @@ def check_barrier(attempt, patience=2):
 
 # --- Task 2: predict ---
 
-connections = 2 * (8 * 7 // 2)
+connections = 3 * (8 * 7 // 2)
 
 
 def check_connections(guess):
     """Return None if `guess` is right, else a hint."""
     if guess == connections:
         return None
-    if guess == connections // 2:
-        return "that is one of the two groups"
+    if guess == connections // 3:
+        return "that is one of the groups"
+    if guess == 2 * connections // 3:
+        return "a pair has one connection in a group, and is in a group before you make any"
     return "count the pairs of ranks first, then the groups"
 
 
@@ -140,9 +158,13 @@ class Slow(dist.PrefixStore):
     def __init__(self, store, patience):
         super().__init__("attempt", store)
         self.set_timeout(timedelta(seconds=patience))
+        self.held, self.in_vain, self.asked = False, False, 0.0
 
     def get(self, key):
-        return self._pause(super().get(key))
+        return self._pause(self._hold(super().get, key))
+
+    def wait(self, *args):
+        return self._hold(super().wait, *args)
 
     def multi_get(self, keys):
         return self._pause(super().multi_get(keys))
@@ -154,9 +176,24 @@ class Slow(dist.PrefixStore):
         value = super().add(key, amount)
         return value if amount else self._pause(value)
 
+    def _hold(self, method, *args):
+        self.held = True
+        try:
+            return method(*args)
+        except RuntimeError:
+            self.in_vain = True
+            raise
+        finally:
+            self.held = False
+
     def _pause(self, answer):
+        self.asked = monotonic()
         sleep(0.1)
         return answer
+
+    def is_waiting(self):
+        """Return whether the store holds its user, or was asked by it just now: again and again."""
+        return self.held or monotonic() - self.asked < 0.5
 
 
 def deal(attempt, world_size, processes, patience):
@@ -164,20 +201,28 @@ def deal(attempt, world_size, processes, patience):
 
     Half of them are on another machine, where the same process ids are given away again.
     """
-    store, late, answers = dist.HashStore(), threading.Event(), {}
-    numbers = {}
+    shared, answers, numbers = dist.HashStore(), {}, {}
+    stores = [Slow(shared, patience) for _ in range(processes)]
+
+    def come_late():  # when all others have waited at the store for a while
+        begin = since = monotonic()
+        while not answers and monotonic() - since < 1 and monotonic() - begin < 10:
+            if not all(store.is_waiting() for store in stores[:-1]):
+                since = monotonic()
+            sleep(0.01)
+        early.extend(answers)
 
     def come(index):
         numbers[threading.get_ident()] = 1000 - index // 2
-        if index == processes - 1 and processes == world_size:  # the last one comes late
-            late.wait(1)
-            early.extend(answers)
+        if index == processes - 1 and processes == world_size:
+            come_late()
         try:
-            answers[index] = attempt(Slow(store, patience), world_size)
+            answers[index] = attempt(stores[index], world_size)
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            answers[index] = f"RuntimeError: {error}"
+            how = " after a wait in vain" if stores[index].in_vain else ""
+            answers[index] = f"RuntimeError{how}: {error}"
 
     early = []
     unwilling = patch("time.sleep", lambda seconds: sleep(min(seconds, 0.02)))  # it is no waiting
@@ -200,6 +245,8 @@ def wrong_deal(answers, early, world_size):
             f"{place} {len(refused)} got a RuntimeError; it must be {surplus}: "
             f"{same if len(refused) > surplus else ''}the answers were {sorted(map(str, answers))}"
         )
+    if any("after a wait in vain" in answer for answer in refused):
+        return f"{place} one waited for a key that nobody sets, and must be refused at once"
     given = [answer for answer in answers if answer not in refused]
     if any(type(rank) is not int for rank in given):
         return f"{place} a rank must be an int, not {given[0]!r}"

@@ -4,7 +4,9 @@ import os
 import time
 from functools import partial
 
-from solutions.lesson_04 import check_take_rank
+from solutions.lesson_04 import check_barrier, check_take_rank
+
+SLEEP = time.sleep  # as with `from time import sleep`: no check can make it shorter
 
 # --- Task 1 ---
 
@@ -44,7 +46,17 @@ def counts_in_itself(store, world_size, seen=[0]):  # noqa: B006
         store.set(f"open {number}", "")
 
 
-# --- Task 2 ---
+def adds_then_sleeps(store, world_size):
+    store.add("arrived", 1)
+    SLEEP(1)
+
+
+def sleeps_too_long(store, world_size):
+    store.add("arrived", 1)
+    SLEEP(4)
+
+
+# --- Task 3 ---
 
 
 def from_the_environment(store, world_size):
@@ -101,7 +113,16 @@ def waits_for_nobody(store, world_size):
 
 def sleeps(store, world_size):
     rank = waits_for_nobody(store, world_size)
-    time.sleep(1.5)
+    SLEEP(1.5)
+    return rank
+
+
+def waits_in_vain(store, world_size):
+    rank = store.add("processes", 1) - 1
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {other} is here" for other in range(world_size)])
+    if rank >= world_size:
+        store.wait(["a place is free"])
     return rank
 
 
@@ -130,7 +151,7 @@ def the_last_need_not_wait(store, world_size):
         store.get(f"open {number}")
 
 
-IMPATIENT = partial(check_take_rank, patience=1)  # for one that waits for who never comes
+IMPATIENT = partial(check_take_rank, patience=3)  # for one that waits for who never comes
 EARLY = "before the last process had come"
 
 WRONG = {
@@ -140,6 +161,12 @@ WRONG = {
         "asks again and again": (asks_again, "requests to the store in 4 rounds"),
         "waits for each in turn": (waits_for_each, "are enough"),
         "does not wait": (counts_in_itself, "went on before all had come"),
+        "adds, then sleeps": (adds_then_sleeps, "went on before all had come"),
+        "sleeps too long": (
+            sleeps_too_long,
+            "a rank does not wait at the store",
+            partial(check_barrier, patience=0.5),
+        ),
     },
     "take_rank": {
         "from the environment": (from_the_environment, "the ranks are [0, 0]"),
@@ -151,6 +178,7 @@ WRONG = {
         "nobody is refused": (nobody_is_refused, "got a RuntimeError; it must be 1"),
         "waits for nobody": (waits_for_nobody, EARLY),
         "sleeps": (sleeps, EARLY),
+        "waits in vain": (waits_in_vain, "waited for a key that nobody sets", IMPATIENT),
         "reads, then writes": (
             reads_then_writes,
             "two read the same number before either wrote",
@@ -158,9 +186,9 @@ WRONG = {
         ),
     },
     "connections": {
-        "one group": (28, "one of the two groups"),
-        "each end": (112, "count the pairs"),
-        "both ways in one group": (57, "count the pairs"),
+        "one group": (28, "one of the groups"),
+        "both ways in one group": (56, "a pair has one connection in a group"),
+        "each end": (168, "count the pairs"),
     },
 }
 
