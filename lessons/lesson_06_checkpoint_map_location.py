@@ -317,7 +317,7 @@ def run_job(args, steps, device, folder=None, sigterm=None):
 
     After so many steps the last rank, and no other, gets SIGTERM, if it has a handler for it.
     """
-    rank, seen, sizes, before = dist.get_rank(), [], [], signal.getsignal(signal.SIGTERM)
+    rank, before, seen, sizes = dist.get_rank(), signal.getsignal(signal.SIGTERM), [], []
     start_anew((args.seed + rank) % 2**32)  # each rank draws its own numbers
     rows, targets, layer = make_toy(args.seed)
     model, data = nn.Sequential(nn.Dropout(0.2), layer), Watched(rows, targets)
@@ -334,11 +334,10 @@ def run_job(args, steps, device, folder=None, sigterm=None):
 
     handle = register_optimizer_step_post_hook(after_update)
     with Disk() as disk:
-        every = args.save_every
-        stopped = train(model, data, steps, args.batch_size, device, folder, args.seed, every)
+        cut = train(model, data, steps, args.batch_size, device, folder, args.seed, args.save_every)
     handle.remove()
     signal.signal(signal.SIGTERM, before)
-    if stopped and sigterm is None:  # somebody else wants this process to end
+    if cut and sigterm is None:  # somebody else wants this process to end
         sys.exit(128 + signal.SIGTERM)
     draws = torch.rand(1), torch.tensor([random.random()]), torch.tensor([np.random.rand()])
     seen.append(([], numbers_of([*model.parameters(), *draws])))  # and where the generators are
@@ -347,7 +346,7 @@ def run_job(args, steps, device, folder=None, sigterm=None):
 
 def steps_per_epoch(length, world_size, batch_size):
     """Return how many steps an epoch has: all ranks get as many rows, in batches of their own."""
-    return math.ceil(length // world_size / (batch_size // world_size))
+    return math.ceil(math.ceil(length / world_size) / (batch_size // world_size))
 
 
 def wrong_in_rows(batches, length, batch_size):
@@ -356,7 +355,7 @@ def wrong_in_rows(batches, length, batch_size):
     batches[step][rank] are the row numbers of that rank in that step.
     """
     world_size = len(batches[0]) if batches else 1
-    share, each = batch_size // world_size, length // world_size
+    share, each = batch_size // world_size, math.ceil(length / world_size)
     per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
     for number, step in enumerate(batches):
         sizes, wanted = [len(rows) for rows in step], min(share, each - number % per_epoch * share)
@@ -366,8 +365,10 @@ def wrong_in_rows(batches, length, batch_size):
         epoch = batches[first : first + per_epoch]
         dealt = [*chain(*chain(*epoch))]
         repeated = len(dealt) - len(Counter(dealt))
-        if repeated:
+        if repeated > -length % world_size:  # so many fill the last places: 102 for 100 rows
             return f"epoch {first // per_epoch}: {repeated} rows went to two ranks, or came twice"
+        if len(epoch) == per_epoch and len(Counter(dealt)) < length:
+            return f"epoch {first // per_epoch}: only {len(Counter(dealt))} of {length} rows came"
         if len(dealt) >= 8 and tuple(dealt[:8]) in beginnings:
             return f"epoch {first // per_epoch}: the order is that of an earlier one"
         beginnings.add(tuple(dealt[:8]))
@@ -574,7 +575,8 @@ def observe(args, device, folder, another):
 
 def stops_of(args):
     """Return after which steps the job is stopped: at the end of an epoch, and in the middle."""
-    per_epoch = steps_per_epoch(100, dist.get_world_size(), args.batch_size)
+    even = 100 - 100 % dist.get_world_size()  # the rest is left out
+    per_epoch = steps_per_epoch(even, dist.get_world_size(), args.batch_size)
     return [stop for stop in sorted({per_epoch, min(7, args.steps - 1)}) if stop < args.steps]
 
 
@@ -617,7 +619,8 @@ def compare(whole, resumed, args, begun):
                 wrong.append(f"rank {rank} is in another state than without a stop: step {step}")
     jobs = [one[:begun] + other[:-1] for one, other in zip(whole, resumed, strict=True)]
     batches = [[rows for rows, _ in of_ranks] for of_ranks in zip(*jobs, strict=True)]
-    return [*wrong[:1], wrong_in_rows(batches, 100, args.batch_size)]
+    even = 100 - 100 % dist.get_world_size()  # the rest is left out
+    return [*wrong[:1], wrong_in_rows(batches, even, args.batch_size)]
 
 
 def wrong_in_files(folder, facts, args):

@@ -137,6 +137,7 @@ def test_the_technique_in_a_project_of_ones_own_survives_a_sigterm_to_torchrun(t
         time.sleep(0.05)
     job.terminate()
     assert finish(job).returncode != 0
+    assert len(lesson.checkpoints(folder)) == 1
     (code, stdout), other = run_warm(own, 2, folder)
     assert (code, stdout, other) == (0, "True True\n", (0, ""))
 
