@@ -1,21 +1,21 @@
 """Lesson 06: what must be saved so that a killed job goes on as if nothing had happened?
 
-After each step rank 0 writes all that the job needs to go on, and the other ranks wait for it.
+Every 5 steps, and at SIGTERM, rank 0 writes all that the job needs to go on; the others wait.
 A job that was stopped must end with the same bits as a job that was not.
 
 Run it:  bash scripts/lesson_06.sh --nproc 2
-Kill it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and again: it resumes)
+Stop it: bash scripts/lesson_06.sh --checkpoints FOLDER --steps 9999   (and again: it resumes)
 
 Output to expect on a CPU:
 
     ranks: 2, over gloo on cpu; checkpoints kept: 2
     a save was killed at 11 moments: each time the old file was left, or the new one, whole
-    resumed from step 5, 30 rows into epoch 1
+    stopped by SIGTERM after steps 4 and 7
+    resumed from step 7, 90 rows into epoch 1
     PASS the parameters of 2 ranks differ by 0.0 from those of 12 steps without a stop
 """
 
 import argparse
-import hashlib
 import io
 import json
 import math
@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DistributedSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # --- The technique ---
 
@@ -57,13 +57,13 @@ def save(state, path):
 
 
 def load(path):
-    """Return the checkpoint in this file, on the CPU, and its digest; an error if it is damaged."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()  # other bytes, another digest
-        if zipfile.ZipFile(file).testzip():  # torch.load does not compare the checksums
+    """Return the checkpoint in a file, on the CPU, and its checksums; an error if it is damaged."""
+    with zipfile.ZipFile(path) as file:
+        if file.testzip():  # reads all of it once; torch.load does not compare the checksums
             raise ValueError("a checksum is wrong")
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True), digest
+        checksums = [part.CRC for part in file.infolist()]
+    # mmap: no second copy; the ranks of a machine share the one in the system's memory
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True), checksums
 
 
 def checkpoints(folder):
@@ -71,52 +71,36 @@ def checkpoints(folder):
     return sorted(path for path in Path(folder).glob("step_????????.pt") if path.is_file())
 
 
-def choose(folder):
-    """Return [name, digest] of the latest checkpoint that is whole, or [None, None]: a new start.
+def load_latest(folder):
+    """Return the latest checkpoint that is whole, and [name, checksums]; None, [] if there is none.
 
-    If all are damaged, the latest: its loading will fail. To start anew would in time delete them.
+    If all are damaged, None and [name]. To start anew would in time delete what can be repaired.
     """
     found = checkpoints(folder)[::-1]
     for path in found:
         try:
-            return [path.name, load(path)[1]]
+            state, checksums = load(path)
+            return state, [path.name, checksums]
         except Exception as error:  # damage has many forms, and all mean: take the one before
             print(f"{path.name} can't be used: {error!r:.80}", file=sys.stderr)
-    return [found[0].name if found else None, None]
+    return None, [path.name for path in found[:1]]
 
 
-def load_chosen(folder, name, digest):
-    """Return the checkpoint that rank 0 has chosen; an error if this rank has other bytes."""
-    here = [path.name for path in checkpoints(folder)]
-    if name is None and not here:
-        return None
-    if name not in here:
-        seen = here[-1] if here else "nothing"
-        raise ValueError(f"rank 0 loads {name or 'nothing'}, this rank sees {seen}")
-    state, own = load(Path(folder, name))
-    if own != digest:
-        raise ValueError(f"{name} has other bytes than on rank 0")
-    return state
+def load_together(folder, group=None):
+    """Return the latest checkpoint that is whole, on every rank the same; None if there is none.
 
-
-def load_together(folder):
-    """Return the checkpoint that rank 0 chooses, on every rank the same bytes; None if none is.
-
-    A rank that can't load these bytes ends the run: all ranks leave, with a line that names it.
+    If a rank finds none that is whole, or another one, all leave, with a line that names it.
     """
-    choice, state, problem = [None, None], None, None
-    if dist.get_rank() == 0:
-        choice = choose(folder)
-    dist.broadcast_object_list(choice)
-    try:
-        state = load_chosen(folder, *choice)
-    except Exception as error:
-        problem = f"checkpoints in {folder}: {error}"
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)  # so all ranks know, and none goes on alone
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            sys.exit(f"rank {rank}: {problem}")
+    state, own = load_latest(folder)  # all ranks at once: none waits while rank 0 reads
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own, group)  # so all ranks know, and none goes on alone
+    for rank, found in enumerate(everyone):
+        if len(found) == 1:
+            sys.exit(f"rank {rank}: no checkpoint in {folder} is whole")
+        if found != everyone[0]:
+            names = [other[0] if other else "nothing" for other in (everyone[0], found)]
+            what = "other bytes" if names[0] == names[1] else names[1]
+            sys.exit(f"rank {rank}: rank 0 goes on from {names[0]}, this rank found {what}")
     return state
 
 
@@ -136,10 +120,10 @@ def set_random_states(states):
     torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def save_together(folder, parts, now, keep=2):
+def save_together(folder, parts, now, group=None, keep=2):
     """Save `parts`, where we are `now`, and all random states, on rank 0; the others wait."""
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(random_states(), everyone)
+    dist.gather_object(random_states(), everyone, group=group)
     if dist.get_rank() == 0:
         state = {name: part.state_dict() for name, part in parts.items()}
         path = Path(folder, f"step_{now['step']:08}.pt")
@@ -147,39 +131,92 @@ def save_together(folder, parts, now, keep=2):
         older = [other for other in checkpoints(folder) if other <= path]
         for old in older[:-keep]:
             old.unlink(missing_ok=True)  # last of all: only now is there something newer
-    dist.barrier()  # nobody goes on before the file is on the disk
+    dist.barrier(group)  # nobody goes on before the file is on the disk
 
 
-def train(model, data, steps, batch_size, device, folder=None, seed=0):
-    """Train to step `steps`; with a `folder`, from its latest checkpoint, and save there."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def resume(folder, parts, group):
+    """Load `parts` and the random states from the latest checkpoint; return where it was saved."""
+    saved = load_together(folder, group) if folder else None
+    if saved is None:
+        return {"step": 0, "epoch": 0, "rows": 0}  # rows of the epoch that all ranks have used
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])  # copies from the CPU to the device of the part
+    if len(saved["random"]) == dist.get_world_size():
+        set_random_states(saved["random"][dist.get_rank()])  # last: nothing may draw after it
+    return saved["now"]
+
+
+class ResumableSampler(DistributedSampler):
+    """A DistributedSampler that deals what is left of an epoch when `used` rows of it are used.
+
+    All ranks get as many rows; the last ones, fewer than there are ranks, are left out.
+    """
+
+    def set_epoch(self, epoch, used=0):
+        self.epoch, self.used = epoch, used
+
+    def __iter__(self):
+        order = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)  # one rank: of all
+        order.set_epoch(self.epoch)
+        rest = list(order)[self.used :]  # so it fits any number of ranks; no row is read
+        return iter(rest[self.rank :: self.num_replicas][: len(self)])
+
+    def __len__(self):
+        return (len(self.dataset) - self.used) // self.num_replicas
+
+
+def note(number):
+    """Let this signal do nothing but fill the list that is returned."""
+    noted = []
+    signal.signal(number, lambda *_: noted.append(number))
+    return noted
+
+
+def on_any_rank(noted, group):
+    """Return whether a rank has noted something: the same answer on all ranks."""
+    flag = torch.tensor(len(noted))
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return flag.item() > 0
+
+
+def update(replica, optimizer, schedule, rows, targets):
+    """Make one step."""
+    optimizer.zero_grad()
+    nn.functional.mse_loss(replica(rows), targets).backward()
+    optimizer.step()
+    schedule.step()
+
+
+def train(model, data, steps, batch_size, device, folder=None, seed=0, every=5):
+    """Train to step `steps`; with a `folder`, from its latest checkpoint, and save there.
+
+    Return whether SIGTERM has stopped it: then after the same step on all ranks, and saved.
+    """
     replica = nn.parallel.DistributedDataParallel(model.to(device))
     replica(data[0][0][None].to(device)).sum().backward()  # DDP sorts its bucket: before all steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    sampler = DistributedSampler(data, seed=seed)
-    now = {"step": 0, "epoch": 0, "rows": 0}  # rows of this epoch that all ranks have used
-    saved = load_together(folder) if folder else None
-    if saved is not None:
-        now = saved["now"]
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])  # copies from the CPU to the device of the part
-        if len(saved["random"]) == world_size:
-            set_random_states(saved["random"][rank])  # last: nothing may draw after it
-    while now["step"] < steps:
-        sampler.set_epoch(now["epoch"])  # one order for all; each takes every world_size-th row
-        mine = list(sampler)[now["rows"] // world_size :][: batch_size // world_size]
-        rows, targets = default_collate([data[number] for number in mine])
-        optimizer.zero_grad()
-        nn.functional.mse_loss(replica(rows.to(device)), targets.to(device)).backward()
-        optimizer.step()
-        schedule.step()
-        now |= {"step": now["step"] + 1, "rows": now["rows"] + len(mine) * world_size}
-        if now["rows"] >= sampler.total_size:
-            now |= {"epoch": now["epoch"] + 1, "rows": 0}
-        if folder:
-            save_together(folder, parts, now)
+    sampler, world_size = ResumableSampler(data, seed=seed), dist.get_world_size()
+    own = torch.Generator()  # else each loop over the loader would draw from torch's generator
+    loader = DataLoader(data, batch_size // world_size, sampler=sampler, generator=own)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # longer than any save
+    now = resume(folder, parts, patient)
+    noted, stop = note(signal.SIGTERM), False
+    while now["step"] < steps and not stop:
+        sampler.set_epoch(now["epoch"], now["rows"])
+        own.manual_seed(now["epoch"] * world_size + dist.get_rank())  # seeds workers, if there are
+        for rows, targets in loader:
+            update(replica, optimizer, schedule, rows.to(device), targets.to(device))
+            now |= {"step": now["step"] + 1, "rows": now["rows"] + len(rows) * world_size}
+            stop = on_any_rank(noted, patient)
+            if folder and (stop or now["step"] % every == 0 or now["step"] == steps):
+                save_together(folder, parts, now, patient)
+            if stop or now["step"] == steps:
+                break
+        now |= {"epoch": now["epoch"] + 1, "rows": 0}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from here on it ends this process again
+    return stop
 
 
 # --- The proof ---
@@ -219,7 +256,7 @@ class Disk:
     """Notes what a rank sends to the disk: ("sync", file, bytes), ("rename", file, bytes, name)."""
 
     def __init__(self, seconds=0.0):
-        self.notes, self.strays = [], 0
+        self.notes, self.strays, self.older = [], 0, []
         self.seconds = seconds  # how slow a rename is
 
     def __enter__(self):
@@ -242,6 +279,7 @@ class Disk:
             self.notes.append(("rename", None, 0, Path(new).name))
             return
         facts = os.stat(old)
+        self.older.append(sum(other < new for other in checkpoints(Path(new).parent)))
         self.notes.append(("rename", facts.st_ino, facts.st_size, Path(new).name))
         self.real[1](old, new)
 
@@ -274,9 +312,12 @@ def start_anew(seed):
         seeded(seed)
 
 
-def run_job(args, steps, device, folder=None):
-    """Train the toy as a new process would; return what this rank has seen, step by step."""
-    rank, seen, sizes = dist.get_rank(), [], []
+def run_job(args, steps, device, folder=None, sigterm=None):
+    """Train the toy as a new process would; return what this rank has seen, step by step.
+
+    After so many steps the last rank, and no other, gets SIGTERM, if it has a handler for it.
+    """
+    rank, before, seen, sizes = dist.get_rank(), signal.getsignal(signal.SIGTERM), [], []
     start_anew((args.seed + rank) % 2**32)  # each rank draws its own numbers
     rows, targets, layer = make_toy(args.seed)
     model, data = nn.Sequential(nn.Dropout(0.2), layer), Watched(rows, targets)
@@ -287,11 +328,17 @@ def run_job(args, steps, device, folder=None):
         momentum = [optimizer.state[p]["momentum_buffer"] for p in group["params"]]
         state = [*model.parameters(), *momentum, torch.tensor([group["lr"]])]
         seen.append((data.asked[-sizes[-1] :], numbers_of(state)))
+        handled = signal.getsignal(signal.SIGTERM) != before
+        if handled and (len(seen), rank) == (sigterm, dist.get_world_size() - 1):
+            signal.raise_signal(signal.SIGTERM)
 
     handle = register_optimizer_step_post_hook(after_update)
     with Disk() as disk:
-        train(model, data, steps, args.batch_size, device, folder, args.seed)
+        cut = train(model, data, steps, args.batch_size, device, folder, args.seed, args.save_every)
     handle.remove()
+    signal.signal(signal.SIGTERM, before)
+    if cut and sigterm is None:  # somebody else wants this process to end
+        sys.exit(128 + signal.SIGTERM)
     draws = torch.rand(1), torch.tensor([random.random()]), torch.tensor([np.random.rand()])
     seen.append(([], numbers_of([*model.parameters(), *draws])))  # and where the generators are
     return seen, disk
@@ -427,6 +474,8 @@ def some_files():
             path = Path(folder, f"step_{step:08}.pt")
             save({"step": step, "weights": torch.ones(5000)}, path)
             files[path.name] = path.read_bytes()
+        save({"step": 4, "weights": torch.ones(5000), "not on the list": Path()}, path)
+        files["step_00000004.pt"] = path.read_bytes()
     damaged = {name: bytearray(data) for name, data in files.items()}
     for data in damaged.values():
         data[len(data) // 2] ^= 1
@@ -441,7 +490,7 @@ def load_these(files):
         try:
             state = load_together(folder)
         except SystemExit as stop:
-            return str(stop).partition(" ch")[0]
+            return str(stop).partition(":")[0]
     if state is None:
         return 0
     return state["step"] if state["weights"].device.type == "cpu" else "not on the CPU"
@@ -450,18 +499,19 @@ def load_these(files):
 def wrong_in_loading():
     """Return what goes wrong if the last rank finds other files than the rest, or None."""
     files, damaged = from_all_ranks(some_files() if dist.get_rank() == 0 else None)[0]
-    (one, old), (two, new), (three, newest) = files.items()
+    (one, old), (two, new), (three, newest), (four, other) = files.items()
     last, same, worse = dist.get_world_size() - 1, {one: old, two: new}, {two: damaged[two]}
     cases = {"no file": ({}, {}, 0), "the same files": (same, same, 2)}
     cases["a damaged file"] = (same | {three: damaged[three]},) * 2 + (2,)
     cases["an empty file"] = (same | {three: b""},) * 2 + (2,)
-    cases["only a damaged file"] = worse, worse, "rank 0:"
+    cases["a file that could run code"] = (same | {four: other},) * 2 + (2,)
+    cases["only a damaged file"] = worse, worse, "rank 0"
     if last > 0:
         for name, theirs in {"an older one": {one: old}, "nothing": {}, "damage": worse}.items():
-            cases[name] = same, theirs, f"rank {last}:"
-        cases["other bytes"] = same, {two: newest}, f"rank {last}:"
-        cases["more than nothing"] = {}, same, f"rank {last}:"
-        cases["also a newer one"] = same, same | {three: newest}, 2
+            cases[name] = same, theirs, f"rank {last}"
+        cases["other bytes"] = same, {two: newest}, f"rank {last}"
+        cases["more than nothing"] = {}, same, f"rank {last}"
+        cases["also a newer one"] = same, same | {three: newest}, f"rank {last}"
     for name, (ours, theirs, wanted) in cases.items():
         found = from_all_ranks(load_these(theirs if dist.get_rank() == last else ours))
         if found != [wanted] * len(found):
@@ -492,30 +542,66 @@ def where(folder):
     """Return the position in the checkpoint from which a job would now go on, or None."""
     try:
         with patch("sys.stderr", io.StringIO()):
-            return load(Path(folder, choose(folder)[0]))[0]["now"]
+            return load_latest(folder)[0]["now"]
     except Exception:
         return None
 
 
-def observe(args, device, folder):
-    """Stop a job after 5 steps, resume it, and compare it with one that was never stopped."""
+def observe(args, device, folder, another):
+    """Stop a job twice, resume it, and compare it with one that was never stopped."""
     makers, new = from_all_ranks(begin(args, device, folder) if dist.get_rank() == 0 else None)[0]
-    jobs = [run_job(args, min(5, args.steps - 1), device, folder)] if new else []
+    jobs, stops = [], stops_of(args) if new else []
+    for begun, stop in zip([0, *stops], stops, strict=False):
+        jobs.append(run_job(args, args.steps, device, folder, sigterm=stop - begun))
     now = from_all_ranks(where(folder) if dist.get_rank() == 0 else None)[0]
     if now is None:
         sys.exit("the first job has left no checkpoint that can be loaded")
-    jobs += [run_job(args, args.steps, device, folder)]
+    jobs.append(run_job(args, args.steps, device, folder))
     whole, _ = run_job(args, args.steps, device)
-    resumed, _ = jobs[-1]
-    facts = {"makers": makers, "now": now, "exact": len(makers) == 1}
+    resumed = [*chain(*(seen[:-1] for seen, _ in jobs)), jobs[-1][0][-1]]
+    facts = {"makers": makers, "now": now, "exact": len(makers) == 1, "stops": stops}
     facts["off"] = (resumed[-1][1][:12] - whole[-1][1][:12]).abs().max().item()
     facts["written"] = [disk.written() for _, disk in jobs]
+    facts["older"] = [*chain(*(disk.older for _, disk in jobs))]
     wrong = [disk.wrong(folder) for _, disk in jobs if dist.get_rank() == 0]
-    wrong.append(wrong_in_files(folder, facts, new, args.steps) if dist.get_rank() == 0 else None)
+    wrong.append(wrong_in_files(folder, facts, args) if dist.get_rank() == 0 else None)
     if facts["exact"]:
-        wrong += compare(from_all_ranks(whole), from_all_ranks(resumed), args, now["step"])
+        begun = 0 if new else now["step"]
+        wrong += compare(from_all_ranks(whole), from_all_ranks(resumed), args, begun)
     wrong.append(wrong_in_training(args, whole, resumed))
+    wrong.append(wrong_on_other_ranks(args, device, folder, Path(another, "other ranks")))
     return facts, wrong
+
+
+def stops_of(args):
+    """Return after which steps the job is stopped: at the end of an epoch, and in the middle."""
+    even = 100 - 100 % dist.get_world_size()  # the rest is left out
+    per_epoch = steps_per_epoch(even, dist.get_world_size(), args.batch_size)
+    return [stop for stop in sorted({per_epoch, min(7, args.steps - 1)}) if stop < args.steps]
+
+
+def wrong_on_other_ranks(args, device, folder, another):
+    """Go on where a job of other ranks has used 31 rows; return what is wrong with ours, or None.
+
+    2, 3 or 4 ranks can't have used so many together: a position that is one of each rank shows.
+    """
+    world_size = dist.get_world_size()
+    if dist.get_rank() == 0:
+        another.mkdir()
+        state, _ = load_latest(folder)
+        state["random"] = state["random"][:1] * (world_size + 1)
+        state["now"] = {"step": 1, "epoch": 0, "rows": 31}
+        save(state, another / "step_00000001.pt")
+    from_all_ranks(None)  # nobody looks for the file before it is there
+    steps = math.ceil(69 // world_size / (args.batch_size // world_size))
+    seen, _ = run_job(args, 1 + steps, device, another)
+    dealt = [*chain(*from_all_ranks([*chain(*(rows for rows, _ in seen[:-1]))]))]
+    rest = list(DistributedSampler(range(100), 1, 0, seed=args.seed))[31:]
+    twice = len(dealt) - len(set(dealt) & set(rest))
+    if twice or len(dealt) != 69 - 69 % world_size:
+        said = f"of the 69 rows left by a job of other ranks, {len(dealt) - twice} came"
+        return f"{said}, and {twice} that were used"
+    return None
 
 
 def compare(whole, resumed, args, begun):
@@ -533,15 +619,21 @@ def compare(whole, resumed, args, begun):
                 wrong.append(f"rank {rank} is in another state than without a stop: step {step}")
     jobs = [one[:begun] + other[:-1] for one, other in zip(whole, resumed, strict=True)]
     batches = [[rows for rows, _ in of_ranks] for of_ranks in zip(*jobs, strict=True)]
-    return [*wrong[:1], wrong_in_rows(batches, 100, args.batch_size)]
+    even = 100 - 100 % dist.get_world_size()  # the rest is left out
+    return [*wrong[:1], wrong_in_rows(batches, even, args.batch_size)]
 
 
-def wrong_in_files(folder, facts, new, steps):
+def wrong_in_files(folder, facts, args):
     """Return what is wrong with the files that rank 0 has left, or None."""
     names = [name for of_job in facts["written"] for name in of_job]
     found = checkpoints(folder)
-    if new and ([path.name for path in found] != names[-2:] or len(names) != steps):
-        return f"{len(names)} of {steps} steps were saved; {len(found)} files are left of 2 wanted"
+    steps = {*range(0, args.steps, args.save_every), *facts["stops"], args.steps} - {0}
+    if facts["stops"] and names != [f"step_{step:08}.pt" for step in sorted(steps)]:
+        return f"saved were {', '.join(names)}, and not after the steps {sorted(steps)}"
+    if facts["stops"] and facts["older"] != [min(2, number) for number in range(len(names))]:
+        return f"older files that were there when a new one was whole: {facts['older']}"
+    if facts["stops"] and [path.name for path in found] != names[-2:]:
+        return f"{len(found)} files are left of 2 wanted"
     try:
         keys = list(load(found[-1])[0].get("model", []))
     except Exception as error:
@@ -568,10 +660,12 @@ def try_and_observe(args, device, folder, another):
     """Return what all ranks have measured, and all that is wrong, a list of sentences."""
     wrong = [save_slowly(another), wrong_in_loading()]
     try:
-        facts, more = observe(args, device, folder)
+        facts, more = observe(args, device, folder, another)
     except OSError as error:
         raise RuntimeError(f"checkpoints in {folder}: {error}") from error
     except SystemExit as stop:  # of load_together: on all ranks, or on none
+        if isinstance(stop.code, int):
+            raise
         return None, [str(stop)]
     everyone = from_all_ranks((facts, [problem for problem in wrong + more if problem]))
     for rank, (of_rank, _) in enumerate(everyone):
@@ -588,6 +682,8 @@ def report(result, facts):
     print(f"ranks: {result['world_size']}, {where}; checkpoints kept: {result['checkpoints_kept']}")
     left = "each time the old file was left, or the new one, whole"
     print(f"a save was killed at {result['kills']} moments: {left}")
+    if facts["stops"]:
+        print("stopped by SIGTERM after steps", " and ".join(map(str, facts["stops"])))
     print("resumed from step {step}, {rows} rows into epoch {epoch}".format_map(facts["now"]))
     if not facts["exact"]:
         makers = " and ".join(facts["makers"])
@@ -629,6 +725,7 @@ def parse_args(argv=None):
     size = {"type": whole(1, 10**6), "default": 30}
     parser.add_argument("--batch-size", **size, help="of all ranks together, %(default)s")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    parser.add_argument("--save-every", type=whole(1, 10**6), default=5, help="%(default)s steps")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="keep them in this folder")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)

@@ -6,14 +6,17 @@ import re
 import signal
 import sys
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
 import lesson_06_checkpoint_map_location as lesson
 import pytest
 import torch
+import torch.distributed as dist
 from breaks import check_breaks, verdict
-from conftest import run_warm
+from conftest import finish, run_warm, start_program
 from nbtools import RankFailed, run
 from torch import nn
 
@@ -22,11 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
 
-CHOICE = """    if dist.get_rank() == 0:
-        choice = choose(folder)
-    dist.broadcast_object_list(choice)
-"""
-ALONE = "problems[dist.get_rank()] = problem"
+SOURCE = Path(lesson.__file__).read_text()
 WRITE = """        torch.save(state, file)  # from Python to the operating system
         os.fsync(file.fileno())  # and to the disk, before the name is there
     os.replace(unfinished, path)"""
@@ -34,52 +33,73 @@ NAME_FIRST = """        os.replace(unfinished, path)
         torch.save(state, file)
         os.fsync(file.fileno())"""
 EVERYONE = "0 or (everyone := [random_states()] * dist.get_world_size())"  # a whole file, too
+KEEP = '        save(state | {"now": now, "random": everyone}, path)\n'
+OLDER = "[other for other in checkpoints(folder) if other < path]"
+EARLY = f"        for old in {OLDER}[:-1]:\n            old.unlink()\n{KEEP}"
+TOGETHER = "dist.all_gather_object(everyone, own, group)"
+LOOP = SOURCE[SOURCE.index("sampler.set_epoch(") : SOURCE.index("stop = on_any_rank")]
+BY_RANK = LOOP.replace('now["rows"])', 'now["rows"] * world_size)').replace(
+    "s) * world_size}", "s)}"
+)
 BREAKS = {  # the same mistake on any number of ranks
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
     "the momentum is left out": ('"optimizer": optimizer, ', ""),
     "the schedule is left out": (', "schedule": schedule}', "}"),
-    "the epoch is lost": ('now = saved["now"]', 'now = saved["now"] | {"epoch": 0}'),
+    "the epoch is lost": ('return saved["now"]', 'return saved["now"] | {"epoch": 0}'),
+    "the position is lost": ('return saved["now"]', 'return saved["now"] | {"rows": 0}'),
+    "each rank counts its own rows": (LOOP, BY_RANK),
+    "the position is rounded": ("[self.used :]", "[self.used - self.used % self.num_replicas :]"),
+    "an epoch that is used up begins again": ("= epoch, used", "= epoch, used % 100", (2,)),
     "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
     "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
     "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
+    "a loop over the loader draws": (", generator=own", ""),
     "no name of its own": ('path.with_suffix(".unfinished")', "path"),
     "another folder": ('path.with_suffix(".unfinished")', 'Path(tempfile.mkdtemp(), "new")'),
     "the name before the data": (WRITE, NAME_FIRST),
     "no fsync of the file": ("os.fsync(file.fileno())", "pass"),
     "no fsync of the folder": ("os.fsync(folder)", "pass"),
     "the old file is removed first": ("os.replace(", "path.unlink(True); os.replace("),
+    "older files are removed first": (KEEP, EARLY),
     "only one is kept": ("keep=2", "keep=1"),
     "no map_location": ('map_location="cpu", ', ""),
-    "checksums are not compared": ("zipfile.ZipFile(file).testzip()", "False"),
+    "a file may run code": ("weights_only=True", "weights_only=False"),
+    "checksums are not compared": ("file.testzip()", "False"),
     "the latest, damaged or not": ("for path in found:", "for path in found[:1]:"),
     "newer files count as older": ("checkpoints(folder) if other <= path]", "checkpoints(folder)]"),
     "an unfinished file is in the way": ('open(unfinished, "wb")', 'open(unfinished, "xb")'),
     "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt'),
-    "the position is lost": ('now = saved["now"]', "pass"),
-    "rank 0's random states for all": ('saved["random"][rank]', 'saved["random"][0]'),
-    "no set_epoch": ("sampler.set_epoch(now", "(lambda _: None)(now"),
-    "one seed of the sampler for each rank": ("seed=seed)", "seed=seed + rank)"),
+    "rank 0's random states for all": ('["random"][dist.get_rank()]', '["random"][0]'),
+    "no set_epoch": ("self.epoch, self.used = epoch, used", "self.used = used"),
+    "one seed of the sampler for each rank": ("seed=seed), dist", "seed=dist.get_rank()), dist"),
     "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (3,)),
     "every rank writes": ("0:\n        state = {name", EVERYONE + ":\n        state = {name"),
-    "nobody waits for the file": ("dist.barrier()  # nobody goes on before", "pass  #"),
-    "each rank loads what it finds": (CHOICE, "    choice = choose(folder)\n"),
-    "other bytes under the same name": ("own != digest", "False"),
-    "only the rank that fails leaves": ("dist.all_gather_object(problems, problem)", ALONE),
+    "nobody waits for the file": ("dist.barrier(group)  # nobody goes", "pass  #"),
+    "each rank loads what it finds": (TOGETHER, "everyone = [own] * len(everyone)"),
+    "other bytes under the same name": ("[path.name, checksums]", "[path.name, 0]"),
+    "only the rank that fails leaves": (
+        "found in enumerate(everyone)",
+        "found in [(dist.get_rank(), own)]",
+    ),
+    "SIGTERM is not noted": ("note(signal.SIGTERM), False", "[], False"),
+    "SIGTERM, and nothing is saved": ("(stop or now", "(now"),
+    "saved is only what SIGTERM stops": ("% every == 0", "== 0"),
+    "the end is not saved": (' or now["step"] == steps):', "):"),
 }
 
 
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
-    check_breaks(6, BREAKS, nproc, "--seed", 1, "--batch-size", 60)  # 3 ranks show the last bit
+    check_breaks(6, BREAKS, nproc, "--seed", 1)  # 3 ranks show the last bit
 
 
 @pytest.mark.claim("A17", "B7")
 def test_default_run(default_run):
     result = default_run(6).json
     assert (result["lesson"], result["world_size"], result["passed"]) == (6, 2, True)
-    assert (result["resumed_from_step"], result["max_param_diff"]) == (5, 0.0)
+    assert (result["resumed_from_step"], result["max_param_diff"]) == (7, 0.0)
     assert (result["checkpoints_kept"], result["kills"]) == (2, 11)
-    assert result["bytes_written"] > 12 * 2 * 5056  # 12 files, each with torch's states of 2 ranks
+    assert result["bytes_written"] > 5 * 2 * 5056  # 5 files, each with torch's states of 2 ranks
 
 
 PROJECT = """
@@ -88,24 +108,89 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     numbers, ends = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)), []
     data, folder = TensorDataset(numbers, numbers.sum(1, keepdim=True)), sys.argv[1]
-    for steps, where in ((5, folder), (12, folder), (12, None)):
+    hook = lambda *_: Path(folder, "ready").touch()
+    register_optimizer_step_post_hook(hook)
+    found = checkpoints(folder)
+    steps = int(found[-1].stem[5:]) + 7 if found else 10**9
+    for where in (folder, None)[: 1 + len(found)]:
         torch.manual_seed(dist.get_rank())
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-        train(model, data, steps, 20, torch.device("cpu"), where)
+        stop = train(model, data, steps, 20, torch.device("cpu"), where, every=10**9)
         ends.append(nn.utils.parameters_to_vector(model.parameters()))
-    if dist.get_rank() == 0:
-        print(torch.equal(*ends[1:]), [path.name for path in checkpoints(folder)])
+    if found and dist.get_rank() == 0:
+        print(torch.equal(*ends), int(checkpoints(folder)[-1].stem[5:]) == steps)
+    del model
     dist.destroy_process_group()
+    sys.exit(143 if stop else 0)
 """
 
 
-def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
-    source = Path(lesson.__file__).read_text().replace(lesson.__doc__, "")
-    (tmp_path / "own.py").write_text(source.partition("# --- The proof ---")[0] + PROJECT)
-    (tmp_path / "folder").mkdir()
-    (code, stdout), other = run_warm(tmp_path / "own.py", 2, tmp_path / "folder")
-    assert (code, other) == (0, (0, ""))
-    assert stdout == "True ['step_00000011.pt', 'step_00000012.pt']\n"
+@pytest.mark.claim("A17")
+def test_the_technique_in_a_project_of_ones_own_survives_a_sigterm_to_torchrun(tmp_path):
+    """It saves at SIGTERM, and at no other time, so a second run can only go on from there."""
+    own, folder = tmp_path / "own.py", tmp_path / "folder"
+    own.write_text(SOURCE.replace(lesson.__doc__, "").partition("# --- The proof ---")[0] + PROJECT)
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = start_program(*command, "--local-addr=127.0.0.1", own, folder, cwd=tmp_path)
+    while job.poll() is None and not (folder / "ready").exists():
+        time.sleep(0.05)
+    job.terminate()
+    assert finish(job).returncode != 0
+    assert len(lesson.checkpoints(folder)) == 1
+    (code, stdout), other = run_warm(own, 2, folder)
+    assert (code, stdout, other) == (0, "True True\n", (0, ""))
+
+
+def wait_longer_than_the_limit(rank, world_size, folder):
+    """Train, save and load; rank 0 needs longer for each file than the default group waits."""
+    limit = dist.distributed_c10d._set_pg_timeout
+
+    def slow(real):
+        return lambda *args: (time.sleep(0.5 * (1 - rank)), real(*args))[1]
+
+    def limited(real):
+        def called(*args):
+            limit(timedelta(seconds=0.1))
+            value = real(*args)
+            limit(timedelta(minutes=30))
+            return value
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "save"):
+            patch.setattr(lesson, name, slow(getattr(lesson, name)))
+            patch.setattr(lesson, f"{name}_together", limited(getattr(lesson, f"{name}_together")))
+        for steps in (1, 2):
+            lesson.run_job(lesson.parse_args([]), steps, CPU, folder)
+
+
+def test_a_slow_file_does_not_end_who_waits_for_it(tmp_path):
+    run(wait_longer_than_the_limit, 2, str(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what is read")
+def test_a_file_is_read_once(tmp_path):
+    path = tmp_path / "step_00000001.pt"
+    lesson.save({"weight": torch.ones(10**6)}, path)
+    before = bytes_read()
+    state, _ = lesson.load_latest(tmp_path)
+    assert state["weight"].sum() == 10**6 and bytes_read() - before < 1.2 * path.stat().st_size
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_random_states_of_gpus_come_back(monkeypatch, tmp_path):
+    """With a stub for two GPUs: no GPU has run it."""
+    given, told = [torch.tensor([7], dtype=torch.uint8), torch.tensor([8], dtype=torch.uint8)], []
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: given)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", told.extend)
+    lesson.save({"random": lesson.random_states()}, tmp_path / "step_00000001.pt")
+    lesson.set_random_states(lesson.load_latest(tmp_path)[0]["random"])
+    assert [state.item() for state in told] == [7, 8]
 
 
 # --- What was saved on another device, or from another program ---
@@ -209,15 +294,17 @@ def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path, capsys)
     lesson.save({"now": Payload(tmp_path / "proof")}, tmp_path / "step_00000006.pt")
     (tmp_path / "step_00000007.pt").symlink_to("/dev/zero")  # neither is a file
     os.mkfifo(tmp_path / "step_00000008.pt")
-    assert lesson.choose(tmp_path)[0] == "step_00000005.pt" and not (tmp_path / "proof").exists()
+    assert lesson.load_latest(tmp_path)[0] == {"now": 5} and not (tmp_path / "proof").exists()
     assert capsys.readouterr().err.startswith("step_00000006.pt can't be used: UnpicklingError")
     torch.load(tmp_path / "step_00000006.pt", weights_only=False)
     assert (tmp_path / "proof").exists()  # so the payload is one
 
 
 def test_making_an_iterator_draws_from_the_generator():
-    """So a script that sets its random states before that does not go on where it stopped."""
+    """And not from torch's, if it has one of its own: else a resumed job would draw once more."""
     before = torch.get_rng_state()
+    iter(torch.utils.data.DataLoader([1, 2, 3], generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), before)
     iter(torch.utils.data.DataLoader([1, 2, 3]))
     assert not torch.equal(torch.get_rng_state(), before)
 
@@ -266,7 +353,7 @@ def test_a_bad_folder_costs_one_line_and_nothing_starts(tmp_path, capsys, words)
 
 def killed_at_random(rank, world_size, folder, delay):
     threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    lesson.run_job(lesson.parse_args([]), 10**6, CPU, folder)
+    lesson.run_job(lesson.parse_args(["--save-every", "1"]), 10**6, CPU, folder)
 
 
 def go_on(rank, world_size, folder, more):

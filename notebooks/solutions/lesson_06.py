@@ -137,12 +137,26 @@ def _killed(attempt, path, limit=None, moment=None):
     return code != 0
 
 
+def _complains(attempt, path):
+    """Let a child write on a disk that is full; return whether the attempt raises an OSError."""
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, resource.RLIM_INFINITY))
+        try:  # Python ignores SIGXFSZ, so a write that goes beyond the limit is an OSError
+            attempt(NEW, path)
+        except OSError:
+            os._exit(errno.EFBIG)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG
+
+
 def _examine(rank, world_size, attempt):
     """Return None, or one sentence about what is wrong with the attempt, on this rank."""
     with tempfile.TemporaryDirectory() as folder:
         path, another = Path(folder, "checkpoint.pt"), Path(folder, "unfinished.tmp")
         another.write_text("of another program")
-        problems = []
+        problems, opened = [], len(os.listdir("/dev/fd"))
         for data, old in ((SHORT, OLD), (NEW, OLD), (NEW, None)):
             path.unlink(missing_ok=True)  # None: there is no older file
             if old:
@@ -155,6 +169,8 @@ def _examine(rank, world_size, attempt):
             if sorted(os.listdir(folder)) != [path.name, another.name]:
                 return "it leaves another file in the folder"
             problems.append(_order(calls, data, path.parent))
+        if len(os.listdir("/dev/fd")) > opened:
+            return "it leaves a descriptor open at each call: os.close what you os.open"
         for limit in (0, 1, len(NEW) // 2, len(NEW) - 1):
             path.write_bytes(OLD)
             if not _killed(attempt, path, limit=limit):
@@ -164,6 +180,9 @@ def _examine(rank, world_size, attempt):
                 return (
                     f"killed while it writes byte {limit + 1:,}, it leaves {size} bytes of a file"
                 )
+        path.write_bytes(OLD)
+        if not _complains(attempt, path) or path.read_bytes() != OLD:
+            return "the disk is full, and it returns as if all were saved: let the OSError through"
         moment, killed = 0, True
         while killed:
             moment += 1
@@ -199,10 +218,11 @@ def common_step(rank, world_size, steps_here):
     return max(set.intersection(*map(set, everyone)), default=None)
 
 
-CASES = {  # the steps that each rank has, for 2 and for 3 ranks; those with an empty list come last
-    2: [[[3, 4, 6], [4, 5]], [[9, 10], [9, 10]], [[1, 2], [3]], [[70_000], [70_000, 7]], [[], [1]]],
+CASES = {  # the steps that each rank has, for 2 and for 3 ranks; those of EMPTY come last
+    2: [[[3, 4, 6], [4, 5]], [[9, 10], [9, 10]], [[1, 2], [3]], [[70_000], [70_000, 7]]],
     3: [[[1, 2, 4, 6], [2, 3, 4, 5], [1, 2, 3, 7]], [[5, 8], [5, 8], [8, 5]], [[2], [2], [3]]],
 }
+EMPTY = {2: [[[], [1]], [[1], []], [[], []]], 3: [[[2], [], [2]]]}
 
 
 def _answer(rank, world_size, attempt, cases):
@@ -212,12 +232,9 @@ def _answer(rank, world_size, attempt, cases):
 def check_common_step(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else what is wrong."""
     for nproc, cases in CASES.items():
-        for part in (
-            [case for case in cases if all(case)],
-            [case for case in cases if not all(case)],
-        ):
+        for part in (cases, EMPTY[nproc]):
             try:
-                answers = run(_answer, nproc, attempt, part, deadline=20) if part else []
+                answers = run(_answer, nproc, attempt, part, deadline=20)
             except RankFailed as error:
                 return f"with {nproc} ranks: {error}"
             for number, case in enumerate(part):

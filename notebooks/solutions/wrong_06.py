@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def stopped_by_an_old_one(data, path):
     sync_folder(path)
 
 
+def swallows_the_error(data, path):
+    with suppress(OSError):  # as with `except OSError: pass`
+        write_safely(data, path)
+
+
+def leaves_the_folder_open(data, path):
+    with open(path.with_name("new"), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file)
+    os.replace(path.with_name("new"), path)
+    os.fsync(os.open(path.parent, os.O_RDONLY))
+
+
 def writes_nothing(data, path):
     pass
 
@@ -195,6 +210,15 @@ def the_earliest(rank, world_size, steps_here):
     return min(set.intersection(*map(set, everyone)), default=None)
 
 
+def skips_empty_lists(rank, world_size, steps_here):
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, steps_here)
+    common = set(everyone[0])
+    for steps in everyone[1:]:
+        common &= set(steps) or common
+    return max(common, default=None)
+
+
 def only_rank_0_knows(rank, world_size, steps_here):
     step = common_step(rank, world_size, steps_here)
     return step if rank == 0 else None
@@ -238,6 +262,8 @@ WRONG = {
         "keeps the other": (keeps_the_other, "leaves another file"),
         "writes it again": (writes_it_again, "it opens the file of that name for writing"),
         "stopped by an old one": (stopped_by_an_old_one, "unfinished file of a killed run stops"),
+        "swallows the error": (swallows_the_error, "let the OSError through"),
+        "leaves the folder open": (leaves_the_folder_open, "leaves a descriptor open"),
         "writes nothing": (writes_nothing, "does not hold the new data"),
         "without truncating": (without_truncating, "a short one ends with a part of the long one"),
     },
@@ -247,6 +273,7 @@ WRONG = {
         "latest of rank 0": (latest_of_rank_0, "go on from [6, 6]"),
         "with one neighbour": (with_one_neighbour, "go on from [4, 4, 4]"),
         "the earliest": (the_earliest, "go on from [9, 9]"),
+        "skips empty lists": (skips_empty_lists, "the steps [[1], []], and go on from [1, 1]"),
         "only rank 0 knows": (only_rank_0_knows, "go on from [4, None]"),
         "zero for none": (zero_for_none, "go on from [0, 0]"),
     },

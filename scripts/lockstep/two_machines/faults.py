@@ -113,7 +113,7 @@ def start_lesson_06(two, node):
     command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=machine0:{PORT}", "--rdzv-id=lesson"]
     command += ["--max-restarts=3", lessons.find("06").script]
-    command += ["--steps=400", "--checkpoints", two.folder / "checkpoints"]
+    command += ["--steps=400", "--save-every=1", "--checkpoints", two.folder / "checkpoints"]
     return start(two, node, command, ETH | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
