@@ -110,8 +110,8 @@ def test_the_slurm_file_runs_a_lesson_on_both_machines(start):
 def test_the_slurm_file_runs_a_script_in_the_folder_in_which_it_was_submitted(start, tmp_path):
     folder = tmp_path / "my work"
     folder.mkdir()
-    (folder / "my train.py").write_text("print(open('data.txt').read(), flush=True)")
-    (folder / "data.txt").write_text("rows")
+    (folder / "my train.py").write_text("import sys; sys.stdout.write(open('data.txt').read())")
+    (folder / "data.txt").write_text("rows\n")  # written at once: print() writes twice
     run = finish(submit(start, "my train.py", "--nproc=1", folder=folder))
     assert (run.returncode, run.stdout) == (0, "rows\n" * 2), run.stderr
 
