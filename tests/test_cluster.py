@@ -77,7 +77,8 @@ def start(tmp_path, machines):
             case $1 in {host_0}) shift; exec {first} sh -c "$*";;
             {host_1}) shift; exec {second} sh -c "$*";; esac""",
         "scontrol": f"""case $3 in n0) echo "   NodeAddr={machines.addresses[0]} NodeHostName=x";;
-            n1) echo "   NodeAddr={machines.addresses[1]} NodeHostName=x";; *) echo n0 n1;; esac""",
+            n1) echo "   NodeAddr={machines.addresses[1]} NodeHostName=x";;
+            7) echo "   Command=$FILE 02"; echo "   WorkDir=/";; *) echo n0 n1;; esac""",
         "srun": f"""while [ "${{1#--}}" != "$1" ]; do shift; done
             SLURM_NODEID=1 {second} "$@" & SLURM_NODEID=0 {first} "$@" && wait $!""",
     }
@@ -91,10 +92,14 @@ def start(tmp_path, machines):
 # --- The three ways ---
 
 
-def submit(start, *arguments, folder=ROOT):
-    """Start lesson.slurm as Slurm does."""
-    given = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "n[0-1]"}
-    return start("bash", CLUSTER / "lesson.slurm", *arguments, **given, SLURM_CPUS_PER_TASK="4")
+SLURM = CLUSTER / "lesson.slurm"
+
+
+def submit(start, *arguments, folder=ROOT, file=SLURM):
+    """Start lesson.slurm as Slurm does: a copy of `file`, submitted in `folder`."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(folder), "FILE": str(file)}
+    job |= {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_CPUS_PER_TASK": "4"}
+    return start("bash", SLURM, *arguments, **job)
 
 
 def test_the_slurm_file_runs_a_lesson_on_both_machines(start):
@@ -102,10 +107,21 @@ def test_the_slurm_file_runs_a_lesson_on_both_machines(start):
     assert run.returncode == 0 and run.json["world_size"] == 2, run.stderr
 
 
-def test_the_slurm_file_is_submitted_from_the_folder_of_the_repository(start, tmp_path):
-    run = finish(submit(start, "02", folder=tmp_path))
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == f"submit it in the folder of the repository, not in {tmp_path}\n"
+def test_the_slurm_file_runs_a_script_in_the_folder_in_which_it_was_submitted(start, tmp_path):
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "my train.py").write_text("import sys; sys.stdout.write(open('data.txt').read())")
+    (folder / "data.txt").write_text("rows\n")  # written at once: print() writes twice
+    run = finish(submit(start, "my train.py", "--nproc=1", folder=folder))
+    assert (run.returncode, run.stdout) == (0, "rows\n" * 2), run.stderr
+
+
+@pytest.mark.parametrize("file, lines, words", [("copy.slurm", 1, "itself"), (SLURM, 2, "nowhere")])
+def test_the_slurm_file_says_what_it_does_not_find(start, tmp_path, file, lines, words):
+    """The repository; on each machine the folder in which the script is to run."""
+    run = finish(submit(start, "02", folder=tmp_path / "nowhere", file=tmp_path / file))
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", lines), run.stderr
+    assert words in run.stderr
 
 
 MANIFESTS = list(yaml.safe_load_all((CLUSTER / "lesson.yaml").read_text()))
@@ -116,7 +132,8 @@ def test_the_pods_of_the_manifest_run_the_doctor(start, machines):
     given = {each["name"]: each["value"] for each in container["env"]}
     given |= {"LOCKSTEP_PYTHON": sys.executable, "NODES": machines.hosts}
     given["LESSON"] += " --nproc=1 --json --timeout=90"
-    line = f"cd '{ROOT}'; {container['args'][0]}".replace("29500", str(free_port()))
+    line = container["args"][0].replace("/lockstep/scripts", f"'{ROOT}/scripts'")
+    line = line.replace("29500", str(free_port()))
     pod = [*container["command"], line]
     pods = [
         start(*shlex.split(machines.enter[n]), *pod, **given, JOB_COMPLETION_INDEX=str(n))
@@ -223,7 +240,7 @@ REAL_SLURM = pytest.mark.skipif(
 IN_SLURM = """
 import json, os, sys, time
 from pathlib import Path
-place = [len(os.sched_getaffinity(0)), os.environ["GLOO_SOCKET_IFNAME"], sys.argv[2:]]
+place = [len(os.sched_getaffinity(0)), os.environ["GLOO_SOCKET_IFNAME"], os.getcwd(), sys.argv[2:]]
 Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(place))
 time.sleep(1000 if "sleep" in sys.argv else 3)  # for the memory, Slurm looks once a second
 """
@@ -235,12 +252,12 @@ def slurm(tmp_path):
     written, script = tmp_path / "written", tmp_path / "my train.py"
     written.mkdir()
     script.write_text(IN_SLURM)
-    command = ["bash", CLUSTER / "try_slurm.sh", script, written, "--nproc=1"]
+    command = ["bash", CLUSTER / "try_slurm.sh", script.name, written, "--nproc=1"]
     given = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     programs = []
 
     def start(*flags):
-        programs.append(start_program(*command, *flags, env=given))
+        programs.append(start_program(*command, *flags, cwd=tmp_path, env=given))
         return programs[-1]
 
     yield written, start
@@ -252,12 +269,14 @@ def slurm(tmp_path):
 
 @REAL_SLURM
 @pytest.mark.slow
-def test_a_real_slurm_gives_all_cores_and_enough_memory_to_a_script(slurm):
+def test_a_real_slurm_gives_all_cores_and_enough_memory_to_a_script(slurm, tmp_path):
+    """And its job runs in the folder in which it was submitted."""
     written, start = slurm
     run = finish(start("a  b", "--", "--nproc", "4"))
     assert (run.returncode, run.stderr) == (0, ""), run.stdout
     found = [json.loads((written / rank).read_text()) for rank in "01"]
-    assert found == [[min(4, os.cpu_count()), "eth0", ["a  b", "--nproc", "4"]]] * 2
+    place = [min(4, os.cpu_count()), "eth0", str(tmp_path), ["a  b", "--nproc", "4"]]
+    assert found == [place] * 2
 
 
 @REAL_SLURM

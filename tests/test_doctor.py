@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -124,6 +125,10 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher says"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
+    (resource, "getrlimit", lambda _: (256, 9999), "open_files", "limited", "256.* 71 .*-n 4096$"),
+    (resource, "getrlimit", lambda _: (256, 999), "open_files", "limited", "limits.conf"),
+    (resource, "getrlimit", lambda _: (1024, 4096), "open_files", "ok", "at most 1024"),
+    (resource, "getrlimit", lambda _: (-1, -1), "open_files", "ok", "no limit"),
     (os, "statvfs", lambda path: DOCKER, "shared_memory", "limited", "0.067 GB.*--shm-size=1g"),
     (network, "addresses_of", lambda n: DEBIAN, "host_name", "limited", f"ada is 127.*{ETH7}$"),
     (network, "addresses_of", lambda n: [], "host_name", "limited", f"ada is no address.*{ETH7}$"),
@@ -131,6 +136,7 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (machine.Path, "glob", lambda *path: [1], "gpus", "limited", "CPU build -> install the CUDA"),
 ]
 ARGUMENTS = {"cores": [2], "memory": [4], "gpus": [[], None], "shared_memory": [ROOT]}
+ARGUMENTS["open_files"] = [4]
 
 
 @pytest.mark.parametrize("owner, name, value, check, state, words", TROUBLES)
@@ -144,6 +150,10 @@ def test_each_trouble_is_named_with_its_cure(monkeypatch, owner, name, value, ch
     found = getattr(machine, f"look_at_{check}")(*ARGUMENTS.get(check, []))
     assert found.state == state
     assert re.search(words, f"{found.text} -> {found.remedy}"), found
+
+
+def test_where_there_is_no_dev_shm_nothing_is_said_of_it(tmp_path):
+    assert machine.look_at(machine.look_at_shared_memory, tmp_path / "shm") == []
 
 
 @pytest.mark.parametrize(

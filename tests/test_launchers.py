@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ INSIDE = [sys.executable, PACKAGE, "inside"]
 START = "import sys; from lockstep import run; how, script, *flags = sys.argv[1:]; "
 START += "sys.exit(run.start(how, script, flags, run.on_this_machine_alone()))"
 WATCHED = [sys.executable, "-c", START]
+ALONE = "note: no rank has joined the others (init_process_group): "  # a script without torch
+ALONE += "each has run the script on its own\n"
 IMPATIENT = [sys.executable, "-c", START.replace("; how", "; run.PATIENCE = 2; how")]
 
 
@@ -254,7 +257,7 @@ def test_under_torchrun_nobody_is_left_and_the_next_run_passes(start_script, pla
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.end() == (130, ["interrupted: all that was started has ended"], [], [])
     (place["cwd"] / "go_on").touch()
-    assert call(*WATCHED, "torchrun", "script.py", **place) == (0, "")
+    assert call(*WATCHED, "torchrun", "script.py", **place) == (0, ALONE)
 
 
 @LINUX
@@ -558,7 +561,7 @@ def test_under_torchrun_the_rank_that_is_the_cause_is_named_in_one_line(launched
 def test_under_torchrun_a_refused_flag_and_a_good_end_say_nothing_more(launched):
     said, folder = launched
     assert said["bad flag"] == (2, [])
-    assert said["is still writing"] == (0, [])
+    assert said["is still writing"] == (0, ALONE.splitlines())
     assert [path.read_text() for path in folder.glob("log_*")] == ["saved"] * 3
 
 
@@ -587,6 +590,59 @@ def test_under_torchrun_who_loses_a_neighbour_over_gloo_waits_for_the_cause(plac
     *lines, last = stderr.splitlines()
     assert (code, last) == (1, "rank 1 failed: ValueError: no such digit")
     assert "second line" in lines and any(ending.LOST.search(line) for line in lines), stderr
+
+
+# --- Ranks that a script starts itself ---
+
+# As in many a tutorial: without a word of ours, its ranks would wait for ever, because torchrun has
+# told them that the store is there.
+AT_LOCALHOST = """
+import os
+import torch.distributed as dist
+from torch import multiprocessing as mp
+
+def work(rank):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+
+if __name__ == "__main__":
+    ranks = [mp.get_context("spawn").Process(target=work, args=(rank,)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+"""
+# It has joined, so what its processes do is its own affair. At its top it imports no torch.
+JOINS = """
+import os
+
+def work():
+    import torch.distributed as dist
+    from torch.distributed import init_process_group
+    init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def main():
+    import multiprocessing
+    from torch.distributed import destroy_process_group, init_process_group
+    init_process_group("gloo")
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    destroy_process_group()
+    raise SystemExit(process.exitcode)
+
+if __name__ == "__main__":
+    main()
+"""
+SPAWNS = (ROOT / "templates" / "smallest_spawn.py").read_text()
+
+
+@pytest.mark.parametrize("script, own", [(SPAWNS, 1), (AT_LOCALHOST, 1), (JOINS, 0)])
+def test_under_torchrun_a_script_that_starts_its_own_ranks_is_refused(place, script, own):
+    (place["cwd"] / "script.py").write_text(script)
+    code, stderr = call(*WATCHED, "torchrun", "script.py", **place)
+    assert (code, len(stderr.splitlines())) == (own, own), stderr
+    assert own == 0 or re.match("script.py failed: it starts ranks of its own", stderr)
 
 
 # --- Ranks that a lesson starts itself ---

@@ -22,7 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from jupyter_client.manager import KernelManager
-from nbtools import own_time, pictures
+from lockstep import ending
+from nbtools import blame, own_time, pictures
 from nbtools.record import Saved, Span, over_before_the_update, record, until_all_have_come
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.
@@ -116,6 +117,16 @@ def test_the_rank_that_failed_is_named_in_one_line(how, words):
         assert str(error.value).startswith(words)
         assert len(error.value._render_traceback_()) == 1
         assert "\n" not in str(error.value)
+
+
+def test_of_a_rank_that_has_waited_run_says_the_same_as_a_launcher():
+    """Its wait says nothing of guilt: another one may not have come, or it calls once too often."""
+    try:
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+    except RuntimeError as error:
+        failure = blame.describe(error)
+    end = ending.End(False, True, 0.0, 1, "Timed out")
+    assert ending.WAITED in failure.message and ending.WAITED in ending.explain({1: 1}, {1: end})
 
 
 def test_deadline_ends_the_ranks_and_their_children(tmp_path):

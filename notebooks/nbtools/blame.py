@@ -75,7 +75,8 @@ def describe(error):
         message = f" lost its connection {place}"
     else:
         function, line = place[:2] if place else (stack[-1].name, stack[-1].lineno)
-        message = f": {ending.reason(error)} (in {function}, line {line})"
+        waited = f"; {ending.WAITED}" * late
+        message = f": {ending.reason(error)} (in {function}, line {line}{waited})"
     return Failure(time.monotonic(), lost or late, message, traceback.format_exc())
 
 

@@ -121,6 +121,7 @@ LOST = re.compile(
     "|Broken pipe|Socket closed|connectFullMesh failed"
 )
 LATE = re.compile("timed out|timeout", re.IGNORECASE)
+WAITED = "it waited: another did not come, or it called once too often"  # says nothing of guilt
 
 
 def tells(words, error):
@@ -163,8 +164,8 @@ def in_plain_words(text):
     if counts:
         own, rank, sent = counts.groups()
         return (
-            f"DDP: rank {rank} has sent {sent}, where this rank has {own} parameters:"
-            " is its model another one, or was it in another collective?"
+            f"DDP: this rank has {own} parameters, and rank {rank} has sent {sent}:"
+            " do their models differ, or was one of them in another collective?"
         )
     return re.sub(r"\[[^][]*\.(cc|cpp|h):\d+\] ", "", text)
 
@@ -253,7 +254,7 @@ def explain(codes, ends, on_several_machines=False):
 def _consequences(cause, ends, on_several_machines):
     """Return what to say of the rank that is the cause, or that comes next to it."""
     if cause.late:
-        return f"{cause.reason} (it waited: another did not come, or it called once too often)"
+        return f"{cause.reason} ({WAITED})"
     if not cause.lost:
         return cause.reason
     if on_several_machines:

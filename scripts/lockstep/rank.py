@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # torchrun runs this file by its path
 
-from lockstep import ending, imports, lessons  # noqa: E402
+from lockstep import ending, imports, joining, lessons  # noqa: E402
 
 ALL_ARE_HERE = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
@@ -73,6 +73,8 @@ def run(script):
     lesson, rank = lessons.of_script(script), os.environ["RANK"]
     if lesson:  # another script may set a variable first that torch reads when it is imported
         imports.import_quickly("torch")
+    else:
+        joining.watch()
     try:
         if lesson and lesson.start == lessons.LAUNCH_JOB:
             run_launched(importlib.import_module(Path(script).stem))

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep import ending, imports, lessons, network
+from lockstep import ending, imports, joining, lessons, network
 from lockstep.flags import Flags, split_at_dashes, whole
 
 RANK = Path(__file__).with_name("rank.py")
@@ -62,15 +62,25 @@ def main(script, arguments):
         except SignalException as stop:
             return 128 + stop.sigval
         except ChildFailedError as error:
-            codes = ending.own_exit_codes(error.failures)
-            text = ending.explain(codes, ending.read_ends(Path(folder)), len(job.nodes) > 1)
-            if text:
-                print(text, file=sys.stderr)
-            return 2 if set(codes.values()) == {2} else 1
+            return tell_failure(error.failures, Path(folder), script, job)
         finally:
             for signal_number in ending.WORDS:  # torchrun's own handlers would raise, too late
                 signal.signal(signal_number, signal.SIG_IGN)
+        is_one_of_many = own.nproc * len(job.nodes) > 1 and not lessons.of_script(script)
+        if is_one_of_many and job.node_rank == 0 and not joining.has_seen("joined", folder):
+            print(f"note: {joining.ALONE}", file=sys.stderr)
     return 0
+
+
+def tell_failure(failures, folder, script, job):
+    """Say in one line which rank is the cause, or that the script starts its own; return a code."""
+    codes = ending.own_exit_codes(failures)
+    text = ending.explain(codes, ending.read_ends(folder), len(job.nodes) > 1)
+    if joining.has_seen("own", folder):
+        text = f"{Path(script).name} failed: {joining.STARTS_ITS_OWN}"
+    if text:
+        print(text, file=sys.stderr)
+    return 2 if set(codes.values()) == {2} else 1
 
 
 def read_flags(script, arguments, fewest=1, default=2):

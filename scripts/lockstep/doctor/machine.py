@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def look_at_machine(nproc):
     """Yield the rows of all that does not need several ranks, for so many of them."""
     for look in (look_at_python, look_at_versions, look_at_torch):
         yield from look_at(look)
-    for look in (look_at_cores, look_at_memory):
+    for look in (look_at_cores, look_at_memory, look_at_open_files):
         yield from look_at(look, nproc)
     for look in (look_at_shared_memory, look_at_host_name, look_at_interfaces):
         yield from look_at(look)
@@ -152,10 +153,28 @@ def look_at_memory(nproc):
     return Row("memory", "ok", text)
 
 
+def look_at_open_files(nproc):
+    """Say whether a rank may open as many files as it needs: sockets and pipes count.
+
+    Measured over gloo: 11, one for each rank, and 7 for each worker of a DataLoader. A batch of a
+    worker is an open file as well, as long as it is kept.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return Row("open files", "ok", "no limit (ulimit -n)")
+    needed, workers = 11 + nproc + 8 * 7, "with 8 workers of a DataLoader"
+    text = f"at most {soft} for a process (ulimit -n), a rank takes about {needed} {workers}"
+    if soft >= max(1024, 4 * needed):
+        return Row("open files", "ok", text)
+    can_be_more = hard == resource.RLIM_INFINITY or hard >= 4096
+    more = "ulimit -n 4096" if can_be_more else "a higher hard limit (limits.conf)"
+    return Row("open files", "limited", text, f"for workers whose batches are kept: {more}")
+
+
 def look_at_shared_memory(folder="/dev/shm"):
     """Say whether there is enough for nccl and for a DataLoader's workers."""
-    if not Path(folder).is_dir():
-        return Row("shared memory", "unknown", "this system has no " + folder)
+    if not Path(folder).is_dir():  # as on a Mac, which needs none
+        return []
     status = os.statvfs(folder)
     size, free = (blocks * status.f_frsize / 1e9 for blocks in (status.f_blocks, status.f_bavail))
     text = f"{folder} has {size:.2g} GB, {free:.2g} free"

@@ -49,13 +49,12 @@ def main(arguments):
     """Submit lesson.slurm with these arguments (02); return the exit code of the job."""
     what, *flags = arguments or ["02"]
     parser = Flags("try_slurm.sh")
-    what = machine.whole_path(parser, what)
+    machine.find_script(parser, what)  # leaves, before Slurm is started, if there is none
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *SYSTEM])
     missing = [program for program in PROGRAMS if not shutil.which(program)]
     if missing:
         cure = "on Debian and Ubuntu: apt install slurmctld slurmd slurm-client munge"
         parser.error(f"it needs {', '.join(missing)} ({cure})")
-    os.chdir(ROOT)  # where the file is to be submitted
     with TwoMachines() as two:
         os.environ["SLURM_CONF"] = write_settings(two.folder)
         with open(two.folder / "log", "w") as log:
