@@ -26,6 +26,7 @@ TURNS = "    for {}:\n        for {}:\n"
 ROUND, WORK = "_ in range(rounds)", "name, work in works.items()"
 OFF = 'off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])'
 DDP = "model, weight = DistributedDataParallel(model), self.n * weight"
+MODEL, SEARCHES = "Parallel(model)", "Parallel(model, find_unused_parameters=True)"
 FITTED = "fitted = [t for t in times if t[0] in fewer and t[1] in SIZES[::2]]"
 COPY = "            theirs.data.copy_(ours.data)\n"
 THREADS = '        threads = self.threads * (self.n if name == "more threads" else 1)\n'
@@ -84,6 +85,17 @@ BREAKS = {
     "gradients are not sent": (DDP, DDP + "\n            model.require_backward_grad_sync = False"),
     "the limit is half the work": (THREADS, HALF + THREADS),
     "the wrapper sends": ("process_group=self.alone", "process_group=None"),
+    "DDP looks for unused parameters": (DDP, DDP.replace(MODEL, SEARCHES)),
+    "one big bucket": (DDP, DDP.replace(MODEL, "Parallel(model, bucket_cap_mb=25)")),
+    "idle processors are busy": ("system, _, _, *int", "system, *int"),
+    "stolen time is nobody's": ("read_text().split()[1:9]", "read_text().split()[1:8]"),
+    "the calmest model counts": ("    if max(spreads) > SPREAD", "    if min(spreads) > SPREAD"),
+    "the best share counts": ("statistics.fmean(shares)", "max(shares)"),
+    "one round is enough": ("if min(map(len, silent)) < E", "if max(map(len, silent)) < 0 * E"),
+    "each latency has one peak": ("if inside(cut) >= inside(0) / 5:", "if True:"),
+    "each latency has two peaks": ("inside(cut) >= inside(0) / 5:", "inside(cut) >= inside(0):"),
+    "peaks are means": ("(statistics.median(group)", "(statistics.fmean(group)"),
+    "the cut is in the middle": ("key=inside, default=0)", "key=lambda c: -c, default=0)"),
     "parameters are not copied": (COPY, ""),
     "gradients are not added": ("            ours.grad += theirs.grad\n", ""),
 }
@@ -118,6 +130,10 @@ def test_default_run_counts_the_bytes_of_the_formulas(default_run):
         assert row["speedup"] == pytest.approx(speedup)
         assert sum(row["parts"].values()) == pytest.approx(medians["DDP"])
     assert len(facts["all_reduce"]) == len(lesson.SIZES)
+    for fast, slow, share in (row[2:5] for row in facts["all_reduce"]):
+        assert fast < slow if share else fast == slow
+    slow = [[2, size, slow] for _, size, _, slow, *_ in facts["all_reduce"]]
+    assert facts["slow_link"] == lesson.fit_and_test(slow)[0]
 
 
 def test_one_rank_and_a_rank_without_rows_pass():
@@ -175,6 +191,23 @@ def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
         assert 0.99 * n < low < high == n
         low, high = lesson.predict_speedup(n * sending / 9, sending / 9, sending)
         assert low == pytest.approx(n / 10) and high == pytest.approx(n / 9)
+
+
+def test_a_latency_with_two_peaks_has_two_and_their_shares_do_not_move_them():
+    """The median of all jumps from one peak to the other; the peaks stay."""
+    noise = torch.Generator().manual_seed(0)
+    for share in (0.1, 0.3, 0.55, 0.9):
+        made_up = torch.randn(200, generator=noise).mul(0.2).exp()
+        made_up[: round(200 * share)] *= 9
+        fast, slow, found = lesson.peaks((4e-4 * made_up).tolist())
+        assert (fast, slow) == pytest.approx((4e-4, 36e-4), rel=0.15)
+        assert found == pytest.approx(share, abs=0.01)
+    for made_up in (torch.randn(200, generator=noise).mul(0.5).exp(), torch.linspace(1, 5, 48)):
+        median = statistics.median(made_up.tolist())
+        assert lesson.peaks(made_up.tolist()) == (median, median, 0)
+    assert lesson.peaks([1.0, 9.0]) == (5, 5, 0) and lesson.peaks([2.0] * 9) == (2, 2, 0)
+    one_late = [1 + k / 100 for k in range(99)] + [1000.0]
+    assert lesson.peaks(one_late)[2] == 0
 
 
 # --- What is computed ---
