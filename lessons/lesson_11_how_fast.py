@@ -514,7 +514,7 @@ def wrong_in_signs():
     looks = [look_at_made_up_processors(end) for end in (0, 1)]
     with patch.object(looks[0], "now", lambda: looks[1].begin):
         others = looks[0].cores()
-    one, two = [*range(10, 30)], [10, 11, 12] * 4 + [90, 80, 100] * 2
+    one, two = [*range(10, 30)], [10, 11, 12] * 4 + [90, 80, 130] * 2
     rules = {
         "other programs keep other cores busy": near([others], [2]),
         "other work is not noticed": len(signs_of_other_work([quiet, crowded], 1e3, 1)[1]) == 4,
