@@ -294,6 +294,10 @@ def check_pages(root):
     printed = idle_runs.printed_by(idle_runs.NOTEBOOK)
     assert len(runs) >= 3 and idle_runs.why_disturbed(printed) == []
     assert idle_runs.figures_of(printed) == runs[-1], "the page is not of the last run"
+    ddp, by_threads = (
+        statistics.median(run[k][-1] for run in runs) for k in ("DDP", "DataParallel")
+    )
+    assert ddp < by_threads, "A3 and the page say that DDP was not faster"
     facts = idle_runs.facts_of(runs)
     for name, sentence in idle_runs.SENTENCES:
         said = sentence.format(**facts)
