@@ -110,6 +110,7 @@ SHAPES = {"many small layers": (100, 16), "few large layers": (4, 512)}  # (laye
 WAYS = ("one process", "more threads", "DataParallel", "silent", "wrapped", "DDP")
 BY_ALL = WAYS[3:]  # all ranks do these; the others are done by rank 0 alone
 SIZES = [2**power for power in range(11, 24, 2)]  # bytes, 2 kB to 8 MB; every second one is fitted
+NOT_SET = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")  # DDP as it is
 IDLE = 0.95  # of the processor time that ranks get on an idle machine: less is disturbed
 OTHERS = 0.1  # cores that other programs keep busy: more is disturbed
 SPREAD = 0.15  # between the quartiles of what the ranks compute alone: more is disturbed
@@ -305,7 +306,7 @@ def measure(shape, args, place, alone):
         fact |= contest.copied | {"seen": contest.seen[name], "threads": contest.threads}
         told = told_by_ddp(contest.works[name])
         fact |= {"cpu": not contest.batch[0].is_cuda, "buckets": buckets_of(contest.works[name])}
-        fact |= {"searches": bool(told.get("find_unused_parameters"))}
+        fact["settings"] = [key for key in NOT_SET if told.get(key)]
         facts.append(fact | {"seconds": [ranks[contest.rank][0] for ranks in times[name]]})
     buckets = buckets_of(contest.works["DDP"])
     contest.works.clear()  # no DDP object may outlive the group
@@ -514,12 +515,14 @@ def wrong_in_signs():
     looks = [look_at_made_up_processors(end) for end in (0, 1)]
     with patch.object(looks[0], "now", lambda: looks[1].begin):
         others = looks[0].cores()
-    one, two = [*range(10, 30)], [10, 11, 12] * 4 + [90, 80, 130] * 2
+    one, two = [*range(10, 30)], [10, 11, 12] * 4 + [90, 60, 300] * 2
+    slow = fit_slow([[2, size, 1e-3, 4e-3] for size in SIZES])
     rules = {
         "other programs keep other cores busy": near([others], [2]),
         "other work is not noticed": len(signs_of_other_work([quiet, crowded], 1e3, 1)[1]) == 4,
         "other work is seen where none is": len(signs_of_other_work([quiet], 0, 1)[1]) == 1,
         "one peak is two": peaks(one) == (19.5, 19.5, 0),
+        "the slow peaks are not fitted": near(slow[:1], [2e-3]),
         "two peaks are others": near(peaks(two), (11, 90, 1 / 3)),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
@@ -572,7 +575,7 @@ def wrong_in_turn(turn, args):
         f"{turn['written']} bytes are written, not {sent:.0f}": counted,
         "other rows or compute threads": sorted(turn["seen"]) == sorted(wanted * calls),
         "DDP's buckets are others": turn["buckets"] == (buckets if name in WAYS[4:] else []),
-        "DDP looks for unused parameters": not turn["searches"],
+        f"DDP has {turn['settings']}": not turn["settings"],
         "other copies": turn["parameters"] == turn["gradients"] == copied,
     }
     where = f"{name}, rank {rank}: "

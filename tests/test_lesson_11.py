@@ -28,6 +28,7 @@ TURNS = "    for {}:\n        for {}:\n"
 ROUND, WORK = "_ in range(rounds)", "name, work in works.items()"
 OFF = 'off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])'
 DDP = "model, weight = DistributedDataParallel(model), self.n * weight"
+VIEWS = "Parallel(model, gradient_as_bucket_view=True)"
 MODEL, SEARCHES = "Parallel(model)", "Parallel(model, find_unused_parameters=True)"
 FITTED = "fitted = [t for t in times if t[0] in fewer and t[1] in SIZES[::2]]"
 COPY = "            theirs.data.copy_(ours.data)\n"
@@ -88,6 +89,9 @@ BREAKS = {
     "the limit is half the work": (THREADS, HALF + THREADS),
     "the wrapper sends": ("process_group=self.alone", "process_group=None"),
     "DDP looks for unused parameters": (DDP, DDP.replace(MODEL, SEARCHES)),
+    "DDP copies nothing": (DDP, DDP.replace(MODEL, VIEWS)),
+    "the slow peaks are the fast": ("n, size, _, slow, *_ in", "n, size, slow, *_ in"),
+    "peaks without logarithms": ("dtype=torch.float64).log()", "dtype=torch.float64)"),
     "one big bucket": (DDP, DDP.replace(MODEL, "Parallel(model, bucket_cap_mb=25)")),
     "idle processors are busy": ("system, _, _, *int", "system, *int"),
     "stolen time is nobody's": ("read_text().split()[1:9]", "read_text().split()[1:8]"),
