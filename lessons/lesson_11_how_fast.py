@@ -110,6 +110,7 @@ SHAPES = {"many small layers": (100, 16), "few large layers": (4, 512)}  # (laye
 WAYS = ("one process", "more threads", "DataParallel", "silent", "wrapped", "DDP")
 BY_ALL = WAYS[3:]  # all ranks do these; the others are done by rank 0 alone
 SIZES = [2**power for power in range(11, 24, 2)]  # bytes, 2 kB to 8 MB; every second one is fitted
+NOT_SET = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")  # DDP as it is
 IDLE = 0.95  # of the processor time that ranks get on an idle machine: less is disturbed
 OTHERS = 0.1  # cores that other programs keep busy: more is disturbed
 SPREAD = 0.15  # between the quartiles of what the ranks compute alone: more is disturbed
@@ -247,7 +248,7 @@ def send(tensor, group=None):
 
 
 def measure_sending(rounds, world_size, device):
-    """Return [[n, bytes, median seconds, quartiles, rounds]] of all-reduces of n ranks.
+    """Return [[n, bytes, seconds of both peaks, share of the slow one, rounds]] of all-reduces.
 
     Also, for each rank, how many bytes it has written in one of each: {(n, bytes): written}.
     """
@@ -264,8 +265,28 @@ def measure_sending(rounds, world_size, device):
 
 
 def point(key, rounds):
-    """Return [n, bytes, median seconds, quartiles, rounds] of one of the all-reduces."""
-    return [*key, *middle(slowest(rounds)), len(rounds)]
+    """Return [n, bytes, seconds of both peaks, share of the slow one, rounds] of an all-reduce."""
+    return [*key, *peaks(slowest(rounds)), len(rounds)]
+
+
+def peaks(seconds):
+    """Return (fast, slow, share of the slow): medians of two groups; of one group, twice the same.
+
+    The cut leaves the least variance of logarithms inside the groups. If that is more than a fifth
+    of all, there is one group: a rectangle would keep a quarter, a bell curve more than a third.
+    """
+    times = sorted(seconds)
+    logs = torch.tensor(times, dtype=torch.float64).log()
+    fewest = max(3, len(times) // 10)  # of a group
+
+    def inside(cut):
+        return sum((part - part.mean()).square().sum() for part in logs.tensor_split([cut]))
+
+    cut = min(range(fewest, len(times) - fewest + 1), key=inside, default=0)
+    if inside(cut) >= inside(0) / 5:
+        return statistics.median(times), statistics.median(times), 0.0
+    fast, slow = (statistics.median(group) for group in (times[:cut], times[cut:]))
+    return fast, slow, 1 - cut / len(times)
 
 
 def middle(values):
@@ -283,7 +304,9 @@ def measure(shape, args, place, alone):
         fact = {"shape": shape, "workers": contest.n, "variant": name, "rank": contest.rank}
         fact |= {"difference": contest.off(name), "written": contest.count(name)}
         fact |= contest.copied | {"seen": contest.seen[name], "threads": contest.threads}
+        told = told_by_ddp(contest.works[name])
         fact |= {"cpu": not contest.batch[0].is_cuda, "buckets": buckets_of(contest.works[name])}
+        fact["settings"] = [key for key in NOT_SET if told.get(key)]
         facts.append(fact | {"seconds": [ranks[contest.rank][0] for ranks in times[name]]})
     buckets = buckets_of(contest.works["DDP"])
     contest.works.clear()  # no DDP object may outlive the group
@@ -293,12 +316,16 @@ def measure(shape, args, place, alone):
 
 def buckets_of(work):
     """Return the bytes of each bucket that DDP all-reduces, in their order; [] without DDP."""
+    told = told_by_ddp(work)
+    sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", "")
+    return [int(size) for size in sizes.split(", ") if size]
+
+
+def told_by_ddp(work):
+    """Return what DDP tells of itself; {} without DDP."""
     network = getattr(work, "args", [None])[0]
-    if not isinstance(network, DistributedDataParallel):
-        return []
-    told = network._get_ddp_logging_data()
-    sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
-    return [int(size) for size in sizes.split(", ")]
+    is_ddp = isinstance(network, DistributedDataParallel)
+    return network._get_ddp_logging_data() if is_ddp else {}
 
 
 def fit_and_test(times):
@@ -312,6 +339,11 @@ def fit_and_test(times):
     tested = [t for t in times if t not in fitted]
     link = fit_link([t[:3] for t in fitted])
     return link, [factors(link, part) for part in (fitted, tested)]
+
+
+def fit_slow(times):
+    """Return the link by the slow peaks, fitted where the other one is."""
+    return fit_and_test([[n, size, slow] for n, size, _, slow, *_ in times])[0] if times else None
 
 
 def factors(link, times):
@@ -462,10 +494,6 @@ def wrong_in_report(n=2):
     parts = [90, 10, 6, 34]  # computing, waiting, wrapper, sending
     gains = [1, 100 / 60, 100 / 80, 2, 100 / 53, 100 / 70]
     said = conclude_on_speed({"signs": [], "rows": [row], "errors": [[1, 1], [1.1, 2]]})
-    crowded = [((0.1, 0.05),), ((0.3, 0.15),)]  # half of the processor, far apart, two rounds
-    clocks = iter([(0, 0, 0), (2, 5, 1 / dist.get_world_size())])
-    with patch.object(Others, "now", lambda _: next(clocks)):
-        others = Others().cores()  # in 2 seconds 5, of which all ranks together had 1
     rules = {
         "the parts of DDP's step are others": near(row["parts"].values(), parts),
         "the speed-ups are others": near(row["speedup"].values(), gains),
@@ -475,11 +503,41 @@ def wrong_in_report(n=2):
         "the model's errors are others": "off by 10% where it was not fitted, by 27% for D" in said,
         "the median or a quartile is another value": middle([5, 1, 2, 9, 4]) == (4, 1.5, 7),
         "sending is over before its slowest rank": point((2, 8), times["wrapped"])[2] == 0.106,
-        "other programs keep other cores busy": near([others], [2]),
-        "other work is not noticed": len(signs_of_other_work([crowded], 1e3, 1)[1]) == 4,
         "speed is concluded beside other work": "no c" in conclude_on_speed({"signs": ["so"]}),
     }
     return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def wrong_in_signs():
+    """Return what is wrong with the signs of other work, and with peaks, by made-up times."""
+    quiet = [((0.1, 0.1),)] * 2
+    crowded = [((0.1, 0.05),), ((0.3, 0.15),)]  # half of the processor, far apart, two rounds
+    looks = [look_at_made_up_processors(end) for end in (0, 1)]
+    with patch.object(looks[0], "now", lambda: looks[1].begin):
+        others = looks[0].cores()
+    one, two = [*range(10, 30)], [10, 11, 12] * 4 + [90, 60, 300] * 2
+    slow = fit_slow([[2, size, 1e-3, 4e-3] for size in SIZES])
+    rules = {
+        "other programs keep other cores busy": near([others], [2]),
+        "other work is not noticed": len(signs_of_other_work([quiet, crowded], 1e3, 1)[1]) == 4,
+        "other work is seen where none is": len(signs_of_other_work([quiet], 0, 1)[1]) == 1,
+        "one peak is two": peaks(one) == (19.5, 19.5, 0),
+        "the slow peaks are not fitted": near(slow[:1], [2e-3]),
+        "two peaks are others": near(peaks(two), (11, 90, 1 / 3)),
+    }
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
+def look_at_made_up_processors(end):
+    """Return Others that begin here: at the end, 2 s later, 6 were used, 2 of them by all ranks."""
+    kinds = (1, 1, 1, 50, 50, 1, 1, 1, 0, 0)  # the two 50 are of processors that had no work
+    stat = " ".join(str(os.sysconf("SC_CLK_TCK") * kind * end) for kind in kinds)
+    own = 2 * end / dist.get_world_size()
+    with (
+        patch.multiple(Path, exists=lambda _: True, read_text=lambda _: f"cpu {stat}"),
+        patch.multiple(time, monotonic=lambda: 2 * end, process_time=lambda: own),
+    ):
+        return Others()
 
 
 def near(found, wanted):
@@ -506,6 +564,7 @@ def wrong_in_turn(turn, args):
     calls = 2 * args.steps + 2  # at the beginning; warm and timed; and one that is counted
     layers, width = SHAPES[turn["shape"]]
     size = 8 * layers * width * (width + 1)
+    buckets = [size] if size < 2**20 else [size // layers, size - size // layers]  # 1 MiB is full
     sent = all_reduce_cost(n, size)[1] if name == "DDP" else 0
     copied = (n - 1) * size if name == "DataParallel" and rank == 0 and turn["cpu"] else 0
     countable = turn["cpu"] and Path("/proc/self/io").exists()
@@ -515,7 +574,8 @@ def wrong_in_turn(turn, args):
         f"a gradient is off by {turn['difference']:.2g}": turn["difference"] < 1e-10,
         f"{turn['written']} bytes are written, not {sent:.0f}": counted,
         "other rows or compute threads": sorted(turn["seen"]) == sorted(wanted * calls),
-        "DDP's buckets are not there": sum(turn["buckets"]) == (size if name in WAYS[4:] else 0),
+        "DDP's buckets are others": turn["buckets"] == (buckets if name in WAYS[4:] else []),
+        f"DDP has {turn['settings']}": not turn["settings"],
         "other copies": turn["parameters"] == turn["gradients"] == copied,
     }
     where = f"{name}, rank {rank}: "
@@ -601,8 +661,9 @@ def report(numbers, threads, signs):
         parts = " + ".join(f"{name} {ms:.3g}" for name, ms in row["parts"].items())
         lines.append(f"{mark}{row['shape']}, DDP's step: {parts} ms")
     if numbers["errors"]:
-        us, seconds = 1e6 * numbers["link"][0], 1e9 * numbers["link"][1]
-        link = f"{us:.3g} us per message, {seconds:.3g} s per GB"
+        us, slow = 1e6 * numbers["link"][0], 1e6 * numbers["slow_link"][0]
+        link = f"{us:.3g} us per message ({slow:.3g} by the slow peaks), "
+        link += f"{1e9 * numbers['link'][1]:.3g} s per GB"
         text = "wrong by a factor of {:.2g} (median), {:.2g} (worst) where fitted; {:.2g}, {:.2g}"
         text = text.format(*chain(*numbers["errors"]))
         lines.append(f"{mark}{n} ranks, all-reduce: {link}; {text} elsewhere")
@@ -652,6 +713,7 @@ def measure_all(args, place, numbers):
     want, numbers["others"] = n * turns[0]["threads"], others.cores()
     numbers["processor"], signs = signs_of_other_work(silent, numbers["others"], want)
     numbers |= {"link": link, "errors": errors, "rows": rows, "turns": turns, "signs": signs}
+    numbers["slow_link"] = fit_slow(numbers["all_reduce"])
     free = n > 1 and any(low == high for low, high in (row["predicted"] for row in rows))
     return ["DDP is predicted without a link"] * free
 
@@ -660,7 +722,7 @@ def main(args):
     """Run the lesson on this rank; return whether its claim holds, the claim, and the numbers."""
     place = rank, n, device = join_group()
     numbers = {"lesson": 11, "world_size": n, "backend": dist.get_backend(), "device": device.type}
-    wrong = wrong_in_clock(rank, n) + wrong_in_waiting(rank, n, device)
+    wrong = wrong_in_clock(rank, n) + wrong_in_waiting(rank, n, device) + wrong_in_signs()
     wrong = [*chain(*from_all_ranks(wrong + wrong_in_model() + wrong_in_report()))]
     if not wrong:  # by a clock or formulas that are wrong there is nothing to measure
         wrong = measure_all(args, place, numbers)

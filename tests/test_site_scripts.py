@@ -288,20 +288,6 @@ def test_activations_are_what_autograd_keeps(again, precision):
 # --- What the pages say ---
 
 
-def test_the_links_are_those_of_lesson_11():
-    found = re.findall(
-        r"(\d) ranks, all-reduce: (\d+) us per message, ([\d.]+) s per GB; wrong.*, "
-        r"([\d.]+) \(worst\) where fitted; .*, ([\d.]+) elsewhere",
-        printed_by("lesson_11_how_fast"),
-    )
-    assert [row[0] for row in found] == ["2", "4"]
-    for (name, us, gb), (ranks, *price, fitted, elsewhere) in zip(LINKS, found, strict=False):
-        assert name == f"gloo, measured in a job of {ranks} processes"
-        assert (us, gb) == (float(price[0]), round(1 / float(price[1]), 1)), "write the new fit"
-        (row,) = re.findall(rf"(?m)^\| {name} \|.*", COST)
-        assert f"{fitted} at most where it was fitted, {elsewhere} elsewhere" in row
-
-
 @needs_node
 def test_the_answers_on_cost():
     one, two, three = re.findall(r"<details>.*?</details>", COST)

@@ -27,13 +27,24 @@ def seconds_of(work, wait, rounds):
 
 
 class MadeUpTime:
-    """A clock on which the first step takes 60 s, later ones 3 s or more, and 2 s until done."""
+    """A clock on which the first step takes 60 s, later ones 3 s or more, and 2 s until done.
+
+    Who reads it after a step that began after a reading has timed this step: then other work takes
+    7 s.
+    """
 
     def __init__(self):
         self.now, self.left, self.steps = 100.0, 0.0, 0
+        self.was_read = self.is_timed = False
+
+    def read(self):
+        told = self.now
+        self.now += 7 * self.is_timed
+        self.was_read, self.is_timed = True, False
+        return told
 
     def work(self):
-        self.steps += 1
+        self.steps, self.is_timed = self.steps + 1, self.was_read
         self.now += 57 if self.steps == 1 else 3 + self.steps % 3 / 8
         self.left += 3 if self.steps == 1 else 2
 
@@ -52,7 +63,7 @@ def by_clock(clock, attempt):
     def stand_in(name):
         def now(which=None):
             can_be_set = name.startswith("time") or which == 0  # 0: CLOCK_REALTIME
-            seconds = clock.now - 3600 * (can_be_set and clock.steps > 1)
+            seconds = clock.read() - 3600 * (can_be_set and clock.steps > 1)
             return round(seconds * 1e9) if name.endswith("_ns") else seconds
 
         return now
@@ -106,6 +117,8 @@ def wrong_times(found, steps, rounds):
     if not all(map(math.isclose, found, right)):
         mixed = all(map(math.isclose, sorted(found), sorted(right)))
         order = "the times are not in the order of the steps"
+        if max(found) > 12 - 1e-6:
+            return "a time contains other work between two steps: read the clock before each step"
         return order if mixed else "a time contains a part of the step before it"
     return None if steps <= rounds + 3 else f"{steps} steps were made, for {rounds} times"
 

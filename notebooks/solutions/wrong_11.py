@@ -1,6 +1,7 @@
 """Wrong attempts at the tasks of lesson 11, and words that their verdict must contain."""
 
 import time
+from itertools import pairwise
 
 from solutions.lesson_11 import best_number as solution
 
@@ -36,6 +37,34 @@ def waits_after_the_clock(work, wait, rounds):
     for _ in range(rounds):
         seconds.append(one_step(work, lambda: None))
         wait()
+    return seconds
+
+
+def lets_the_clock_run_on(work, wait, rounds):
+    work(), wait()
+    laps = [time.perf_counter()]
+    for _ in range(rounds):
+        work(), wait()
+        laps.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(laps)]
+
+
+def times_the_warm_up_too(work, wait, rounds):
+    begin, seconds = time.perf_counter(), []
+    for _ in range(rounds + 1):
+        work(), wait()
+        end = time.perf_counter()
+        seconds.append(end - begin)
+        begin = end
+    return seconds[1:]
+
+
+def never_sets_it_back(work, wait, rounds):
+    work(), wait()
+    begin, seconds = time.perf_counter(), []
+    for _ in range(rounds):
+        work(), wait()
+        seconds.append(time.perf_counter() - begin)
     return seconds
 
 
@@ -166,6 +195,9 @@ WRONG = {
         "warm-up": (counts_the_warm_up, "the first step, which also warms up"),
         "no waiting": (does_not_wait, "before its step has ended"),
         "waits too late": (waits_after_the_clock, "before its step has ended"),
+        "its clock runs on": (lets_the_clock_run_on, "other work between two steps"),
+        "also from the warm-up": (times_the_warm_up_too, "other work between two steps"),
+        "since the beginning": (never_sets_it_back, "other work between two steps"),
         "waits once, at the end": (waits_at_the_end, "no mean, please"),
         "the warm-up goes on": (warms_up_without_waiting, "a part of the step before it"),
         "sorted": (sorts_them, "not in the order of the steps"),
