@@ -31,6 +31,7 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,8 +143,10 @@ def leave_last_calls(path):
 
 def write_calls(path):
     """Write the flight recorder of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
+    began = time.time()
     unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
     unfinished.write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    os.utime(unfinished, (began, began))  # later calls are not in it; the first dump takes seconds
     unfinished.rename(path)
 
 
@@ -193,20 +196,24 @@ def tell(folder):
         way, call = place or ((), "")
         stands = f"stands at {shown(way)}, in {call or 'its own code'}" if way else "has no stack"
         way, call, group, _ = here.get(rank) or ((), "nothing", "-", "")
-        parts = f"; where they part: {call} at {shown(way)} in group {group}" if here else ""
-        print(f"rank {rank} {stands}{parts}")
-    if gone or not calls:
-        print(f"no list of calls in which the job stands still: rank {', '.join(gone)}")
-        print("so nobody is named; read the errors of all ranks")
+        parts = f"; where they part: {call} at {shown(way)} in group {group}" if way else ""
+        print(f"rank {rank} {stands}{parts or '; it has called nothing more' * bool(here)}")
+    if gone or not any(calls.values()):
+        print(f"no list of calls in which the job stands still: rank {', '.join(gone or '-')}")
+        print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
         return []
     if moving := who_moves(seen, 2):
         print(
             f"rank {moving[0]} was elsewhere at the look before: slow, or in a circle? Look again"
         )
         return []
-    if 2 * len(named) > len(seen):  # or has the other one called once too often?
+    if 2 * len(named) > len(seen):
+        print("most are behind: they have left out a call, or another rank has made one too many")
         named = []
-    return named or (not_arrived(places) if all(places.values()) else [])
+    named = named or (not_arrived(places) if all(places.values()) else [])
+    if not named:
+        print("no rank stands against most of the others: read the lines of all")
+    return named
 
 
 def who_moves(seen, last):
@@ -219,8 +226,8 @@ def who_moves(seen, last):
 def read_left(folder):
     """Return ({rank: looks(...)}, {rank: calls_in(...)}) of what a job has left in a folder.
 
-    Files of more ranks than rank 0 has counted are of an earlier job. A list that was written less
-    than a second after its last call says nothing: the job still ran.
+    Files of more ranks than rank 0 has counted are of an earlier job. A list says nothing if the
+    job may still have run when it was written.
     """
     counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
     seen, calls = {}, {}
@@ -230,10 +237,19 @@ def read_left(folder):
         path = Path(folder, f"calls_{rank}")
         with contextlib.suppress(Exception):  # it is not there, or torn
             dump = path.read_bytes()
-            times = [entry["time_created_ns"] for entry in pickle.loads(dump)["entries"]]
-            if max(times, default=0) / 1e9 < path.stat().st_mtime - 1:
+            if stood_still(dump, path.stat().st_mtime):
                 calls[rank] = calls_in(dump)
     return seen, calls
+
+
+def stood_still(dump, moment):
+    """Return whether the last call of a recorder's bytes was long before this moment.
+
+    Long is a second, and twice as long as the rank has ever been silent between two calls.
+    """
+    times = sorted(entry["time_created_ns"] / 1e9 for entry in pickle.loads(dump)["entries"])
+    silent = max((later - call for call, later in pairwise(times)), default=0)
+    return moment - max(times, default=0) > max(1, 2 * silent)
 
 
 def shown(way):

@@ -315,8 +315,8 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     technique = source.partition("# --- The technique ---")[2].partition("# --- The patients")[0]
     imports = [line for line in source.splitlines() if re.match("import |from .* import ", line)]
     (tmp_path / "traces.py").write_text("\n".join(imports) + technique)
-    script = page_block("import os").replace("300)", "2.5)").replace("minutes=10", "seconds=6")
-    assert script.count("2.5)") == 2 and "seconds=6" in script
+    script = page_block("import os").replace("300)", "2.5)").replace("minutes=10", "seconds=12")
+    assert script.count("2.5)") == 2 and "seconds=12" in script
     script = script.replace("/shared/hang", str(tmp_path / "hang"))
     (tmp_path / "train.py").write_text(
         f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{script}"
@@ -331,12 +331,15 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     assert "rank 0 stands at train.py:" in said and "in barrier" in said, said
 
 
-def leave_files(folder, rank, lines, seconds=10):
-    """Leave what a rank of three leaves `seconds` after it has called all_reduce at these lines."""
+def leave_files(folder, rank, lines, seconds=10, apart=0):
+    """Leave what a rank of three leaves `seconds` after it has called all_reduce at these lines.
+
+    Its calls were so many seconds apart.
+    """
     entries = [
         {
             "record_id": number,
-            "time_created_ns": 10**9 * (time.time() - seconds),
+            "time_created_ns": 10**9 * (time.time() - seconds - apart * (len(lines) - number)),
             "frames": [{"filename": "/home/me/train.py", "line": line}],
             "profiling_name": "gloo:all_reduce",
             "process_group": ("0", ""),
@@ -351,14 +354,30 @@ def leave_files(folder, rank, lines, seconds=10):
     (folder / f"stacks_{rank}").write_text(text)
 
 
+def test_a_list_bears_the_moment_at_which_it_was_begun(monkeypatch, tmp_path):
+    """The first dump takes seconds, and the rank goes on meanwhile."""
+
+    def dump():
+        begun.append(time.time())
+        time.sleep(0.5)
+        return b""
+
+    begun = []
+    monkeypatch.setattr(lesson.torch._C._distributed_c10d, "_dump_fr_trace", dump)
+    lesson.write_calls(tmp_path / "calls_0")
+    assert (tmp_path / "calls_0").stat().st_mtime < begun[0] + 0.1
+
+
 def test_evidence_is_looked_at_before_a_rank_is_named(tmp_path):
     for lengths, seconds, named in (
-        ((5, 5, 4), 10, [2]),
-        ((5, 5, 4), 0, []),  # the job still ran when the lists were written
-        ((5, 4, 4), 10, []),  # two left a call out, or one has made one too many
+        ((5, 5, 4), (10, 0), [2]),
+        ((5, 5, 4), (0, 0), []),  # the job still ran when the lists were written
+        ((5, 5, 4), (3, 4), []),  # or it may have: its calls are four seconds apart
+        ((5, 5, 4), (10, 4), [2]),
+        ((5, 4, 4), (10, 0), []),  # two left a call out, or one has made one too many
     ):
         for rank, length in enumerate(lengths):
-            leave_files(tmp_path, rank, [7] * length, seconds)
+            leave_files(tmp_path, rank, [7] * length, *seconds)
         assert lesson.tell(tmp_path) == named, lengths
 
 
@@ -406,6 +425,13 @@ def test_files_that_name_nobody(tmp_path, capsys):
     assert lesson.read_files(tmp_path) == 1  # a victim would be named as easily
     said = capsys.readouterr().out
     assert "no list of calls in which the job stands still: rank 1\n" in said
+    (tmp_path / "calls_1").write_bytes((tmp_path / "calls_0").read_bytes())
+    for rank, line in enumerate((3, 4)):
+        stack = f'Stack (most recent call first):\n  File "train.py", line {line} in train\n'
+        (tmp_path / f"stacks_{rank}").write_text(f"2 ranks\n{stack}")
+    assert lesson.read_files(tmp_path) == 1  # lists without a call are no evidence
+    assert "no list of calls" in capsys.readouterr().out
+    (tmp_path / "calls_1").write_bytes(b"torn")
     assert "nobody is named" in said and "rank 2" not in said
     (tmp_path / "stacks_0").write_text("")  # a disk may be full
     assert lesson.read_files(tmp_path) == 1
