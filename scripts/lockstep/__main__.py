@@ -2,6 +2,7 @@
 
     python scripts/lockstep lesson NN [flags]           run a lesson on this machine
     python scripts/lockstep machine WHAT [flags]        be one of several machines that run WHAT
+    python scripts/lockstep check [flags] train.py      what goes wrong in silence in this script?
     python scripts/lockstep doctor [flags]              what can this machine do, do ranks meet?
     python scripts/lockstep ssh HOST,HOST WHAT [flags]  start `machine` on each of them by ssh
     python scripts/lockstep two-machines WHAT [flags]   run WHAT on two machines made of one
@@ -23,6 +24,7 @@ COMMANDS = {
     "lesson": "lockstep.run",
     "inside": "lockstep.inside",
     "machine": "lockstep.machine",
+    "check": "lockstep.check",
     "doctor": "lockstep.doctor.command",
     "ssh": "lockstep.ssh",
     "two-machines": "lockstep.two_machines",

@@ -1,0 +1,84 @@
+"""Tells what was found: for people, or as one line of JSON."""
+
+import json
+import sys
+
+from lockstep.watch import findings
+from lockstep.watch.findings import hang
+
+WIDTH = {strength: len("probably not meant") for strength in findings.STRENGTHS}
+
+
+def tell(args, job, ranks):
+    """Print what was found in the jobs of a run; return the exit code."""
+    if args.show:
+        print(job.output, end="")
+    problem = None if job.hung else what_stopped_it(job, ranks)
+    if problem:
+        print(f"check: {args.script} could not be run to the end: {problem}", file=sys.stderr)
+    report = findings.Report()
+    started = args.nproc if job.launcher != "python" else None
+    for one in ranks:
+        findings.judge(one, report, started)
+        if job.hung:
+            hang.judge(one, report)
+    if not problem and not any(rank.updates for one in ranks for rank in one.values()):
+        if not job.hung:
+            problem = "no optimizer of torch.optim has made an update: there is nothing to compare"
+            print(f"check: {args.script}: {problem}", file=sys.stderr)
+    wrong = any(one.strength == findings.WRONG for one in report.findings)
+    code = 2 if problem else 1 if wrong else 0
+    tell_as = as_json if args.json else as_text
+    tell_as(args, job, ranks, report, code)
+    return code
+
+
+def what_stopped_it(job, jobs):
+    """Return the reason why the script did not come to its end, or None."""
+    if job.code == 0:
+        return None
+    errors = [(rank.error["at"], r, rank.error) for one in jobs for r, rank in one.items() if rank.error]
+    lines = [line for line in job.output.strip().splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if " failed: " in line), lines[-1] if lines else "")
+    for _, rank, error in sorted(errors, key=lambda one: one[:2]):
+        if error["where"] and error["text"][:60] in said:
+            return f"{said}, at {error['where']}"
+    return said or f"exit code {job.code}"
+
+
+def as_json(args, job, jobs, report, code):
+    """Print one line of JSON; its keys are stable."""
+    found = [one._asdict() | dict(zip(("cure", "lesson"), findings.KINDS[one.kind], strict=True)) for one in report.findings]
+    facts = {"script": args.script, "exit_code": code, "started_by": job.launcher}
+    facts |= {"ranks": [sorted(one) for one in jobs], "gpus_played_by_cpu": job.on_cpu}
+    facts["updates"] = [[len(rank.updates) for rank in one.values()] for one in jobs]
+    facts |= {"findings": found, "looked_at": report.looked, "not_looked_at": report.blind}
+    print(json.dumps(facts))
+
+
+def as_text(args, job, jobs, report, code):
+    """Print a report that one reads: what is wrong comes first."""
+    ranks = " and ".join(str(len(one)) for one in jobs) or "no"
+    made = [len(rank.updates) for one in jobs for rank in one.values()]
+    print(f"{args.script}: {ranks} ranks, started by {job.launcher}, {max(made, default=0)} updates")
+    if job.on_cpu:
+        print("GPUs were played by the CPU, nccl by gloo, mixed precision by float32")
+    for strength in findings.STRENGTHS:
+        for one in report.findings:
+            if one.strength == strength:
+                tell_one(one)
+    if not report.findings and code == 0:
+        print("nothing was found")
+    for text in report.looked:
+        print(f"  looked at {text}")
+    for text in report.blind:
+        print(f"  not looked at {text}")
+
+
+def tell_one(one):
+    """Print a finding: what, where, what to do, which lesson."""
+    cure, lesson = findings.KINDS[one.kind]
+    who = f", rank {', '.join(map(str, one.ranks))}" if one.ranks else ""
+    print(f"{one.strength.upper() if one.strength == findings.WRONG else one.strength}: {one.text}")
+    place = one.place or "no line of yours"
+    print(f"    {place}{who}: {cure + '; ' if cure else ''}lesson {lesson}")
