@@ -19,9 +19,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import torch  # noqa: E402
-import torch.distributed.nn  # noqa: E402
-from lockstep import check, ending  # noqa: E402
+from lockstep import check, ending, imports  # noqa: E402
+
+imports.import_quickly("torch.distributed.nn", "torch.distributed.fsdp", "torch._dynamo")
+
 from lockstep.watch import read, report  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 
@@ -57,10 +58,8 @@ class WarmJob(check.Job):
                 codes[self.ranks[process]] = abs(os.waitstatus_to_exitcode(status))
                 if status:
                     failed = failed or time.monotonic()
-            state = sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
-            if state != self.state:
-                self.state, self.moved = state, time.monotonic()
-            stands = time.monotonic() - self.moved > self.args.patience
+            alive = [process for process, rank in self.ranks.items() if rank not in codes]
+            stands = self.stands(alive)
             if stands or (failed and time.monotonic() - failed > 2):
                 self.hung = stands and not failed
                 self.end(codes)

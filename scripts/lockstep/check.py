@@ -152,29 +152,28 @@ class Job:
 
     def look(self, process):
         """Look at the job: tell how far it is, and end it if nobody has moved for long."""
-        files = list(self.folder.glob("*.jsonl"))
-        state = sum(path.stat().st_size for path in files), round(self.processor_seconds(process), 1)
-        if state != self.state:
-            self.state, self.moved = state, time.monotonic()
         if sys.stderr.isatty():
             seconds = time.monotonic() - self.began
-            line = f"\rwatching {self.args.script}: {len(files)} processes, {seconds:.0f} s"
+            line = f"\rwatching {self.args.script}: {seconds:.0f} s"
             print(line, end="", file=sys.stderr, flush=True)
-        if time.monotonic() - self.moved > self.args.patience and not self.hung:
-            self.hung = True
-            self.ask_for_stacks()
-            process.terminate()
-
-    def processor_seconds(self, process):
-        """Return what the processes of the job have used of the processor so far, in seconds."""
-        used = 0.0
         with contextlib.suppress(psutil.Error):
-            parent = psutil.Process(process.pid)
-            for one in [parent, *parent.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    times = one.cpu_times()
-                    used += times.user + times.system
-        return used
+            children = psutil.Process(process.pid).children(recursive=True)
+            if not self.hung and self.stands([process.pid, *(child.pid for child in children)]):
+                self.hung = True
+                self.ask_for_stacks()
+                process.terminate()
+
+    def stands(self, processes):
+        """Return whether these processes (their ids) have done nothing for --patience seconds."""
+        used = 0.0
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(process).cpu_times()
+                used += times.user + times.system
+        written = sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
+        if (written, round(used)) != self.state:
+            self.state, self.moved = (written, round(used)), time.monotonic()
+        return time.monotonic() - self.moved > self.args.patience
 
     def ask_for_stacks(self):
         """Let each rank write down where it stands."""

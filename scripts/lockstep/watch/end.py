@@ -47,12 +47,11 @@ def excepthook(function, instance, args, kwargs):
 
 def be_rank(function, instance, args, kwargs):
     """A process of mp.spawn calls the script's function: see its error before it is sent."""
-    inner, *others = args
+    work, *others = args
 
-    @functools.wraps(inner)
     def watched(*its):
         try:
-            return inner(*its)
+            return work(*its)
         except Exception as error:
             note_error(error)
             raise

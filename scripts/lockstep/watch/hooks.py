@@ -18,6 +18,13 @@ def start():
         part.watch()
 
 
+class Hook(wrapt.FunctionWrapper):
+    """A function that is watched. It is pickled by its name, as a plain function is."""
+
+    def __reduce_ex__(self, protocol):
+        return self.__qualname__
+
+
 def around(owner, name, wrapper):
     """Replace owner.name: wrapper(wrapped, instance, args, kwargs) is called in its place."""
-    wrapt.wrap_function_wrapper(owner, name, wrapper)
+    wrapt.wrap_object(owner, name, Hook, (wrapper,))

@@ -3,10 +3,9 @@
 import json
 import sys
 
+from lockstep import ending
 from lockstep.watch import findings
 from lockstep.watch.findings import hang
-
-WIDTH = {strength: len("probably not meant") for strength in findings.STRENGTHS}
 
 
 def tell(args, job, ranks):
@@ -20,10 +19,10 @@ def tell(args, job, ranks):
     started = args.nproc if job.launcher != "python" else None
     for one in ranks:
         findings.judge(one, report, started)
-        if job.hung:
+        if job.hung or lost(one):
             hang.judge(one, report)
     if not problem and not any(rank.updates for one in ranks for rank in one.values()):
-        if not job.hung:
+        if not job.hung and not report.findings:
             problem = "no optimizer of torch.optim has made an update: there is nothing to compare"
             print(f"check: {args.script}: {problem}", file=sys.stderr)
     wrong = any(one.strength == findings.WRONG for one in report.findings)
@@ -35,7 +34,7 @@ def tell(args, job, ranks):
 
 def what_stopped_it(job, jobs):
     """Return the reason why the script did not come to its end, or None."""
-    if job.code == 0:
+    if job.code == 0 or any(lost(one) for one in jobs):
         return None
     errors = [(rank.error["at"], r, rank.error) for one in jobs for r, rank in one.items() if rank.error]
     lines = [line for line in job.output.strip().splitlines() if line.strip()]
@@ -44,6 +43,13 @@ def what_stopped_it(job, jobs):
         if error["where"] and error["text"][:60] in said:
             return f"{said}, at {error['where']}"
     return said or f"exit code {job.code}"
+
+
+def lost(job):
+    """Return whether ranks have failed, and all of them because they lost another or waited."""
+    errors = [rank.error["text"] for rank in job.values() if rank.error]
+    words = (ending.LOST, ending.LATE)
+    return bool(errors) and all(any(word.search(text) for word in words) for text in errors)
 
 
 def as_json(args, job, jobs, report, code):

@@ -12,6 +12,7 @@ _optimizers = {}  # id: {number, optimizer, parameters, where, ...}
 _own = {}  # id of a parameter: what backward() has handed it on this rank since it was cleared
 _backwards = []  # since the last update: [line, whether no_sync() was on]
 _clipped = []  # since the last update: lines
+_unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
 _made = []  # optimizers, in the order of their updates
 
 
@@ -47,7 +48,16 @@ def backward(function, instance, args, kwargs):
 
 def clip(function, instance, args, kwargs):
     """Gradients are clipped."""
+    import torch
+
     _clipped.append(facts.where())
+    given = args[0] if args else kwargs["parameters"]
+    given = [given] if isinstance(given, torch.Tensor) else list(given)
+    for p in given:
+        if p.grad is not None and id(p) not in _unclipped:
+            _unclipped[id(p)] = facts.projection(p.grad)
+    args = (given, *args[1:])  # it may have been a generator
+    kwargs.pop("parameters", None)
     return function(*args, **kwargs)
 
 
@@ -135,6 +145,7 @@ def before(optimizer, args, kwargs):
         known["now"] = {
             "grads": [facts.checksum(g) for g in grads],
             "means": [None if g is None else facts.projection(g) for g in grads],
+            "unclipped": [_unclipped.get(id(p)) for p in found],
             "norms": [None if g is None else facts.norm(g) for g in grads],
             "own": [one["sum"] for one in own],
             "own_norms": [one["norm"] for one in own],
@@ -154,6 +165,7 @@ def after(optimizer, args, kwargs):
     facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
     _backwards.clear()
     _clipped.clear()
+    _unclipped.clear()
     known["made"] += 1
     for p in known["parameters"]:
         if id(p) in _own:

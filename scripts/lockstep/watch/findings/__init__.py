@@ -92,7 +92,8 @@ def judge(job, report, world):
     """Add to the report what is found in a job {rank: Rank} of which `world` ranks were started."""
     from lockstep.watch.findings import rest, rows, training
 
-    rest.group(job, report, world)
+    if not rest.group(job, report, world):
+        return
     for look in (rows.numbers, rows.contents, training.updates, training.gradients):
         look(job, report)
     for look in (training.replicas_differ, training.optimizers, training.modes, training.buffers):
@@ -109,19 +110,22 @@ def odd(values):
 
 
 def replicas(ranks):
-    """Return whether the ranks hold one model: the same names, wrapped in DDP or equal at first."""
-    if not all(rank.updates for rank in ranks):
+    """Return whether the ranks should hold one model.
+
+    It is wrapped in DDP over all ranks; or the parameters have the same names, and are equal
+    before the first update, or get the same gradients in it.
+    """
+    if not all(rank.updates for rank in ranks) or sharded(ranks):
         return False
     first = [rank.updates[0] for rank in ranks]
-    if any(rank.optimizers[u["optimizer"]]["sharded"] for rank, u in zip(ranks, first, strict=True)):
-        return False
     wrapped = all(len(w["members"]) == len(ranks) for r in ranks for w in r.wrapped.values())
     if all(rank.wrapped for rank in ranks) and wrapped:
         return True
-    same = [(rank.names(u), u["before"]) for rank, u in zip(ranks, first, strict=True)]
-    return all(one == same[0] for one in same)
+    if any(rank.names(u) != ranks[0].names(first[0]) for rank, u in zip(ranks, first, strict=True)):
+        return False
+    return any(all(u[what] == first[0][what] for u in first) for what in ("before", "grads"))
 
 
 def sharded(ranks):
-    """Return whether the first optimizer's parameters are in parts, one on each rank."""
-    return any(o["sharded"] for rank in ranks for o in rank.optimizers.values())
+    """Return whether parameters are in parts, one on each rank."""
+    return any(m["sharded"] for r in ranks for m in (*r.models.values(), *r.optimizers.values()))

@@ -7,13 +7,21 @@ from lockstep.watch.findings import WRONG
 
 
 def judge(job, report):
-    """Say where each rank stands, in the order of the ranks."""
-    waiting = [rank for rank, seen in job.items() if not seen.ended and not seen.error]
-    gone = [rank for rank in job if rank not in waiting]
-    places = {rank: stands(job[rank]) for rank in waiting}
-    words = [f"rank {rank} {call} at {place}" for rank, (call, place) in places.items()]
-    words += [f"rank {rank} has ended" for rank in gone]
-    place = next((place for _, place in places.values() if place), None)
+    """Say where each rank stands or was, in the order of the ranks."""
+    words, places, gone = [], [], []
+    for rank, seen in job.items():
+        made = f"after {len(seen.updates)} updates"
+        if seen.error:
+            words.append(f"rank {rank} waited in vain at {seen.error['where']} {made}")
+            places.append(seen.error["where"])
+        elif seen.ended:
+            words.append(f"rank {rank} had ended {made}")
+            gone.append(rank)
+        else:
+            what, place = stands(seen)
+            words.append(f"rank {rank} {what} at {place} {made}")
+            places.append(place)
+    place = next((place for place in places if place), None)
     report.found("hang", WRONG, f"the ranks wait for each other: {'; '.join(words)}", place, gone)
 
 

@@ -7,14 +7,15 @@ from lockstep.watch.messages import BETWEEN_TWO
 
 
 def group(job, report, world):
-    """Say who has joined a group, and which."""
+    """Say who has joined a group, and which; return whether the ranks can be compared."""
     joined = [rank for rank, seen in job.items() if seen.group]
     trained = [rank for rank, seen in job.items() if seen.updates]
     if not joined and len(trained) > 1:
         place = job[trained[0]].updates[0]["where"]
         text = f"{len(trained)} processes train, and none has joined a group"
         report.found("no group", WRONG, text, place, trained)
-    elif joined and len(joined) < len(job):
+        return False
+    if joined and len(joined) < len(job):
         others = [rank for rank in job if rank not in joined]
         report.found("no group", WRONG, f"of {len(job)} ranks {len(others)} joined no group", None, others)
     for rank in joined:
@@ -22,6 +23,7 @@ def group(job, report, world):
         if world and size != world:
             text = f"{world} ranks were started, and the group has {size}"
             report.found("another world", WRONG, text, job[rank].group["where"], [rank])
+    return not any(one.kind == "another world" for one in report.findings)
 
 
 def random_numbers(job, report):

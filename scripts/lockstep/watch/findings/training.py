@@ -36,7 +36,7 @@ def gradients(job, report):
             if update["carried"]:
                 text = "update 2 still has the gradients of update 1 (or is this meant?)"
                 report.found("gradients pile up", NOT_MEANT, text, update["where"], [number])
-                break
+                return  # then gradients are not those of one update
     if len(ranks) == 1 or sharded(ranks):
         return
     for number, one in enumerate(side_by_side(ranks), 1):
@@ -57,8 +57,9 @@ def judge_gradients(one, number, names, ranks, report):
     if not away:
         return False
     place = one[0]["where"]
-    even = ratios and max(ratios) - min(ratios) < 0.03 * abs(max(ratios))
-    if even and abs(sum(ratios) / len(ratios) - len(ranks)) < 0.05:
+    even = is_even(ratios)
+    _, unclipped = from_the_mean(one, ranks, "unclipped")
+    if any(even_at(r, len(ranks)) for r in (ratios, unclipped)):
         text = f"in update {number} gradients are the sum over ranks, {len(ranks)} times their mean"
         text += " (right, if each loss is divided by the rows of all ranks)"
         report.found("sum of gradients", NOT_MEANT, text, place)
@@ -98,12 +99,22 @@ def judge_differing(one, number, name, away, ranks, report):
     return True
 
 
-def from_the_mean(one, ranks):
+def is_even(ratios):
+    """Return whether all gradients are the same multiple of the mean."""
+    return bool(ratios) and max(ratios) - min(ratios) < 0.03 * abs(max(ratios))
+
+
+def even_at(ratios, times):
+    """Return whether all gradients are so many times the mean."""
+    return is_even(ratios) and abs(sum(ratios) / len(ratios) - times) < 0.05
+
+
+def from_the_mean(one, ranks, what="means"):
     """Return (the gradients that are not the mean of the ranks' own, their ratios to it)."""
     away, ratios = [], []
     kinds = ranks[0].optimizers[one[0]["optimizer"]]["kinds"]
     for n, kind in enumerate(kinds):
-        means = [u["means"][n] for u in one]
+        means = [u[what][n] for u in one]
         if None in means:
             continue
         right = sum(u["own"][n] for u in one) / len(one)
@@ -157,6 +168,9 @@ def judge_replicas(one, number, ranks, report):
         if differ is not None:
             who = odd([u[moment][differ] for u in one])
             text = f"parameters differ {when}, first {names[differ]}"
+            if moment == "before" and number == 1:
+                report.found("replicas start apart", WRONG, text, place, who)
+                return True
             if moment == "before" and number > 1:
                 text += f", and were equal after update {number - 1}"
             report.found("replicas differ", WRONG, text, place, who)
@@ -178,11 +192,11 @@ def judge_end(ranks, report):
 def replicas_differ(job, report):
     """Compare parameters and settings at each update, and at the end."""
     ranks = list(job.values())
-    found = {one.kind for one in report.findings if one.strength == WRONG}
     if len(ranks) == 1 or sharded(ranks):
         return
     replicas_start(ranks, report)
-    if found & {"no exchange", "past DDP", "no_sync", "gradients differ"}:
+    causes = {"no exchange", "past DDP", "no_sync", "gradients differ", "replicas start apart"}
+    if causes & {one.kind for one in report.findings}:
         return  # then of course
     for number, one in enumerate(side_by_side(ranks), 1):
         if not replicas_of(one, ranks):
