@@ -484,3 +484,166 @@ FAULTS = {
         "",
     ),
 }
+
+# Right ways to train, each an edit of a clean script: nothing may be called wrong.
+CLEAN = {
+    "as they are: DDP": (D, {}),
+    "as they are: by hand": (H, {}),
+    "as they are: a stream": (S, {}),
+    "as they are: noise": (N, {}),
+    "as they are: shards": (F, {}),
+    "frozen layers": (
+        D,
+        {
+            "    replica = D": "    model[0].requires_grad_(False)\n    replica = D",
+            "SGD(model.parameters()": "SGD((p for p in model.parameters() if p.requires_grad)",
+        },
+    ),
+    "two optimizers": (
+        D,
+        {
+            "SGD(model.parameters()": "SGD(model[3].parameters()",
+            "    schedule = ": (
+                "    second = torch.optim.AdamW(model[0].parameters())\n    schedule = "
+            ),
+            "zero_grad()": "zero_grad(), second.zero_grad()",
+            "optimizer.step()": "optimizer.step(), second.step()",
+        },
+    ),
+    "a batch sampler": (
+        D,
+        {
+            SAMPLER: "DataLoader(data, batch_sampler=torch.utils.data.BatchSampler("
+            "sampler, 8, drop_last=False))"
+        },
+    ),
+    "unequal rows, with join": (
+        D,
+        {
+            SAMPLER: "DataLoader(Subset(data, range(rank, 83 - 9 * rank, 2)), 8, shuffle=True)",
+            "sampler.set_epoch(epoch)": "joined = replica.join()",
+            "        for rows, labels in loader:": (
+                "        joined.__enter__()\n        for rows, labels in loader:"
+            ),
+            "        score =": "        joined.__exit__(None, None, None)\n        score =",
+        },
+    ),
+    "an average of the weights": (
+        D,
+        {
+            "    schedule = ": "    smooth = torch.optim.swa_utils.AveragedModel(model)\n"
+            "    schedule = ",
+            "schedule.step()": "schedule.step(), smooth.update_parameters(model)",
+            "score = evaluate(model": "score = evaluate(smooth",
+        },
+    ),
+    "each rank evaluates all rows": (
+        D,
+        {"Subset(data, range(rank, len(data), world_size))": "data", REDUCE: ""},
+    ),
+    "rank 0 alone evaluates": (
+        D,
+        {
+            "        score = evaluate(model, tests, rank, world_size)\n        if rank == 0:\n": (
+                "        if rank == 0:\n            score = evaluate(model, tests, 0, 1)\n"
+            ),
+            REDUCE: "",
+        },
+    ),
+    "mixed precision": (
+        D,
+        {
+            "                    loss = cross": (
+                '                    with torch.autocast("cpu", torch.bfloat16):\n'
+                "                        out = replica(inputs)\n"
+                "                    loss = cross"
+            ),
+            "cross_entropy(replica(inputs)": "cross_entropy(out.float()",
+        },
+    ),
+    "clipped after the average": (
+        D,
+        {STEP: "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n" + STEP},
+    ),
+    "a static graph": (
+        D,
+        {
+            "DistributedDataParallel(model)": "DistributedDataParallel(model, static_graph=True)",
+            "contextlib.nullcontext() if last else replica.no_sync()": "contextlib.nullcontext()",
+            "rows.chunk(2), labels.chunk(2)": ONE_PART,
+        },
+    ),
+    "main process first": (
+        D,
+        {
+            "    data, tests = ": "    if rank > 0:\n        dist.barrier()\n    data, tests = ",
+            "    sampler = D": "    if rank == 0:\n        dist.barrier()\n    sampler = D",
+        },
+    ),
+    "gathered for rank 0": (
+        D,
+        {
+            REDUCE: REDUCE + "    found = [None] * world_size if rank == 0 else None\n"
+            "    dist.gather_object(rank, found, dst=0)\n"
+        },
+    ),
+    "a group for each rank": (
+        D,
+        {
+            "    data, tests = ": "    groups = [dist.new_group([r]) for r in range(world_size)]\n"
+            "    dist.all_reduce(torch.ones(rank + 1), group=groups[rank])\n    data, tests = "
+        },
+    ),
+    "halves of a model": (
+        H,
+        {
+            "for parameter in model.parameters():\n    dist.broadcast(parameter.data, 0)": (
+                "torch.nn.init.normal_(model[0].weight, rank)"
+            ),
+            SAMPLER: "DataLoader(data, 8)",
+            "sampler.set_epoch(epoch)": "pass",
+            "mse_loss(model(inputs), targets)": (
+                "mse_loss(dist.nn.all_reduce(model(inputs)), targets)"
+            ),
+            "            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n",
+            "import torch.distributed as dist": (
+                "import torch.distributed as dist\nimport torch.distributed.nn"
+            ),
+        },
+    ),
+    "averaged now and then": (
+        H,
+        {
+            "            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n",
+            "        optimizer.step()\n": "        optimizer.step()\n"
+            "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.data)\n"
+            "            parameter.data /= world_size\n",
+        },
+    ),
+    "rows drawn with replacement": (
+        D,
+        {
+            SAMPLER: "DataLoader(data, 8, sampler=torch.utils.data.WeightedRandomSampler("
+            "torch.ones(83), 40))",
+            "sampler.set_epoch(epoch)": "pass",
+        },
+    ),
+    "a file of rows for each rank": (
+        D,
+        {
+            "make_data(0)": "make_data(rank)",
+            SAMPLER: "DataLoader(data, 8, shuffle=True)",
+            "sampler.set_epoch(epoch)": "pass",
+        },
+    ),
+    "the loss of all ranks' rows, added up": (
+        H,
+        {
+            "mse_loss(model(inputs), targets)": (
+                'mse_loss(model(inputs), targets, reduction="sum") / (len(inputs) * world_size)'
+            ),
+            SUM: "",
+        },
+    ),
+}

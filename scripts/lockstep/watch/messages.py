@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import sys
 
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
@@ -65,7 +66,8 @@ def call(function, instance, args, kwargs):
     shape = None if first is None else [list(first.shape), str(first.dtype).removeprefix("torch.")]
     group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
     members = None if group is None else dist.get_process_group_ranks(group)
-    facts.note("call", name=name, shape=shape, members=members, where=facts.where())
+    own = facts.is_own(sys._getframe(1).f_code.co_filename)
+    facts.note("call", name=name, shape=shape, members=members, own=own, where=facts.where())
     _inside.append(name)
     try:
         return function(*args, **kwargs)

@@ -15,6 +15,7 @@ def watch():
     from torch.nn.parallel import DistributedDataParallel
 
     around(DistributedDataParallel, "__init__", wrap)
+    around(DistributedDataParallel, "join", join)
     around(torch.nn.Module, "__call__", call)
     around(torch.nn.Module, "load_state_dict", load)
 
@@ -33,6 +34,12 @@ def wrap(init, ddp, args, kwargs):
     number = know(module)
     sums = [facts.checksum(p) for p in module.parameters()]
     facts.note("wrapped", number_of=number, sums=sums, where=facts.where(), **about)
+
+
+def join(function, ddp, args, kwargs):
+    """The ranks may have unequal numbers of batches from here on."""
+    facts.note("join", where=facts.where())
+    return function(*args, **kwargs)
 
 
 def know(module):

@@ -42,7 +42,8 @@ def begin(iterate, loader, args, kwargs):
     known = _loaders.setdefault(id(loader), [len(_loaders), -1, loader])
     known[1] += 1
     loader.__dict__["_epoch_now"] = known[0], known[1]
-    sampler, data = loader.sampler, loader.dataset
+    sampler, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
+    sampler = sampler or loader.sampler
     about = {"sampler": type(sampler).__name__, "shuffle": getattr(sampler, "shuffle", None)}
     about |= {"replaces": bool(getattr(sampler, "replacement", False))}
     about |= {"replicas": getattr(sampler, "num_replicas", None), "rows": None}

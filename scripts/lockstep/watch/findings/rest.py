@@ -55,13 +55,13 @@ def messages(job, report):
     groups = defaultdict(lambda: defaultdict(list))
     for rank, seen in job.items():
         for call in seen.calls:
-            if call["name"] not in BETWEEN_TWO:
+            if call["own"] and call["name"] not in BETWEEN_TWO:
                 members = tuple(call["members"] or sorted(job))
                 groups[members][rank].append(call)
     for members, calls in groups.items():
         if len(members) > 1 and all(rank in job for rank in members):
             compare_calls({rank: calls[rank] for rank in members}, report)
-    counts = [len(seen.calls) for seen in job.values()]
+    counts = [sum(call["own"] for call in seen.calls) for seen in job.values()]
     report.look(f"collectives that the script calls itself: {counts} by rank")
 
 

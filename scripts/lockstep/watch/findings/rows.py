@@ -88,7 +88,7 @@ class Epoch:
             text = f"each rank went through all {rows or count:,} rows in epoch {self.number}{other}"
             report.found("all rows on each rank", strength, text, self.place)
         else:
-            text = f"{again:,} rows came twice in epoch {self.number}"
+            text = f"{again:,} {'row' if again == 1 else 'rows'} came twice in epoch {self.number}"
             known = self.first["replicas"] is not None
             why = "" if known else ", or the sampler repeats rows on purpose"
             text += f": do the ranks deal from one order?{why}"

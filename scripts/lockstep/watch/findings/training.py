@@ -18,11 +18,18 @@ def updates(job, report):
     if not any(made):
         return report.not_seen("updates: no optimizer of torch.optim made one")
     report.look(f"gradients, parameters and settings at {min(made)} updates of each rank")
-    if len(set(made)) > 1 and all(rank.ended for rank in ranks):
+    if joins(ranks):
+        report.not_seen("each update: inside of model.join() ranks may make unequal numbers")
+    elif len(set(made)) > 1 and all(rank.ended for rank in ranks):
         place = next(rank.updates[-1]["where"] for rank in ranks if rank.updates)
-        text = f"the ranks made {', '.join(map(str, made))} updates (right inside of model.join())"
+        text = f"the ranks made {', '.join(map(str, made))} updates"
         report.found("unequal updates", NOT_MEANT, text, place)
     return None
+
+
+def joins(ranks):
+    """Return whether the ranks may have unequal numbers of batches, by model.join()."""
+    return any(rank.of("join") for rank in ranks)
 
 
 # --- Gradients ---
@@ -37,7 +44,7 @@ def gradients(job, report):
                 text = "update 2 still has the gradients of update 1 (or is this meant?)"
                 report.found("gradients pile up", NOT_MEANT, text, update["where"], [number])
                 return  # then gradients are not those of one update
-    if len(ranks) == 1 or sharded(ranks):
+    if len(ranks) == 1 or sharded(ranks) or joins(ranks):
         return
     for number, one in enumerate(side_by_side(ranks), 1):
         names = ranks[0].names(one[0])
@@ -168,7 +175,7 @@ def judge_replicas(one, number, ranks, report):
         if differ is not None:
             who = odd([u[moment][differ] for u in one])
             text = f"parameters differ {when}, first {names[differ]}"
-            if moment == "before" and number == 1:
+            if moment == "before" and number == 1 and not ranks[0].wrapped:
                 report.found("replicas start apart", WRONG, text, place, who)
                 return True
             if moment == "before" and number > 1:
@@ -180,12 +187,13 @@ def judge_replicas(one, number, ranks, report):
 
 def judge_end(ranks, report):
     """Compare the parameters at the end, where they were equal after the last update."""
-    if len({len(rank.updates) for rank in ranks}) > 1:
+    if len({len(rank.updates) for rank in ranks}) > 1 and not joins(ranks):
         return
     for number, state in ranks[0].states.items():
         sums = [rank.states.get(number, state)["sums"] for rank in ranks]
         if any(one != sums[0] for one in sums):
-            text = "parameters differ at the end, and were equal after the last update"
+            text = "parameters differ at the end"
+            text += "" if joins(ranks) else ", and were equal after the last update"
             report.found("replicas differ", WRONG, text, ranks[0].updates[-1]["where"])
 
 
@@ -198,7 +206,7 @@ def replicas_differ(job, report):
     causes = {"no exchange", "past DDP", "no_sync", "gradients differ", "replicas start apart"}
     if causes & {one.kind for one in report.findings}:
         return  # then of course
-    for number, one in enumerate(side_by_side(ranks), 1):
+    for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
         if not replicas_of(one, ranks):
             return
         if judge_replicas(one, number, ranks, report):
