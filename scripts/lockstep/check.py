@@ -171,8 +171,8 @@ class Job:
                 times = psutil.Process(process).cpu_times()
                 used += times.user + times.system
         written = sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
-        if (written, round(used)) != self.state:
-            self.state, self.moved = (written, round(used)), time.monotonic()
+        if (written, round(used, 1)) != self.state:
+            self.state, self.moved = (written, round(used, 1)), time.monotonic()
         return time.monotonic() - self.moved > self.args.patience
 
     def ask_for_stacks(self):

@@ -188,7 +188,9 @@ def play_group():
         setattr(torch.distributed, name, getattr(c10d, name))
     for module in (c10d, torch.distributed):
         module.is_nccl_available = lambda: True
-    around(torch.nn.parallel.DistributedDataParallel, "__init__", on_the_cpu)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    around(ddp, "__init__", on_the_cpu)
+    ddp._passing_sync_batchnorm_handle = lambda *_: None  # it refuses SyncBatchNorm on a CPU
     around(torch.nn.SyncBatchNorm, "forward", synchronised)
     with contextlib.suppress(AttributeError):
         torch.backends.cudnn.is_available = lambda: True

@@ -12,7 +12,7 @@ def tell(args, job, ranks):
     """Print what was found in the jobs of a run; return the exit code."""
     if args.show:
         print(job.output, end="")
-    problem = None if job.hung else what_stopped_it(job, ranks)
+    problem = what_stopped_it(job, ranks)
     if problem:
         print(f"check: {args.script} could not be run to the end: {problem}", file=sys.stderr)
     report = findings.Report()
@@ -21,11 +21,11 @@ def tell(args, job, ranks):
         findings.judge(one, report, started)
         if job.hung or lost(one):
             hang.judge(one, report)
-    if not problem and not any(rank.updates for one in ranks for rank in one.values()):
-        if not job.hung and not report.findings:
-            problem = "no optimizer of torch.optim has made an update: there is nothing to compare"
-            print(f"check: {args.script}: {problem}", file=sys.stderr)
     wrong = any(one.strength == findings.WRONG for one in report.findings)
+    if not problem and not job.hung:
+        problem = nothing_to_compare(args, ranks, wrong)
+        if problem:
+            print(f"check: {args.script}: {problem}", file=sys.stderr)
     code = 2 if problem else 1 if wrong else 0
     tell_as = as_json if args.json else as_text
     tell_as(args, job, ranks, report, code)
@@ -33,7 +33,14 @@ def tell(args, job, ranks):
 
 
 def what_stopped_it(job, jobs):
-    """Return the reason why the script did not come to its end, or None."""
+    """Return the reason why the script did not come to its end, or None.
+
+    That ranks wait for each other is no such reason: it is a finding.
+    """
+    if job.hung and not jobs:
+        return f"nothing has moved for {job.args.patience} s, and no rank has used torch"
+    if job.hung:
+        return None
     if job.code == 0 or any(lost(one) for one in jobs):
         return None
     errors = [(rank.error["at"], r, rank.error) for one in jobs for r, rank in one.items() if rank.error]
@@ -43,6 +50,16 @@ def what_stopped_it(job, jobs):
         if error["where"] and error["text"][:60] in said:
             return f"{said}, at {error['where']}"
     return said or f"exit code {job.code}"
+
+
+def nothing_to_compare(args, jobs, wrong):
+    """Return why there is nothing to compare, or None."""
+    if not any(rank.updates for job in jobs for rank in job.values()) and not wrong:
+        return "no optimizer of torch.optim has made an update: there is nothing to compare"
+    if not any(rank.group for job in jobs for rank in job.values()):
+        if "distributed" not in args.source and "accelerate" not in args.source:
+            return "it trains in one process, and joins no group: there is nothing to compare"
+    return None
 
 
 def lost(job):

@@ -1,15 +1,18 @@
 """Which rows each DataLoader is asked for, epoch by epoch; and what is drawn while rows are read."""
 
 import contextlib
+import itertools
 import random
 import sys
+import weakref
 import zlib
 from collections import deque
 
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
-_loaders = {}  # id: [number, how often it has begun, the loader]
+_loaders = {}  # (line, id of the data): [number, how often it has begun, the data]
+_numbers = itertools.count()
 _looks = []  # at reading rows: a few are enough
 
 
@@ -39,7 +42,8 @@ def begin(iterate, loader, args, kwargs):
     """An epoch begins."""
     from torch.utils.data import IterableDataset
 
-    known = _loaders.setdefault(id(loader), [len(_loaders), -1, loader])
+    place = loader.__dict__.get("_made_at") or facts.where()
+    known = number_of(place, loader.dataset)
     known[1] += 1
     loader.__dict__["_epoch_now"] = known[0], known[1]
     sampler, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
@@ -51,9 +55,25 @@ def begin(iterate, loader, args, kwargs):
         about["rows"] = len(data)
     about |= {"part": part_of(data), "iterable": isinstance(data, IterableDataset)}
     about |= {"workers": loader.num_workers, "drop_last": loader.drop_last}
-    place = loader.__dict__.get("_made_at") or facts.where()
     facts.note("epoch", loader=known[0], epoch=known[1], where=place, **about)
     return iterate()
+
+
+def number_of(place, data):
+    """Return what is known of a loader; one that is made anew for each epoch is the same."""
+    found = _loaders.get((place, id(data)))
+    if found is None or found[2]() is not data:
+        found = [next(_numbers), -1, reference(data)]
+        _loaders[place, id(data)] = found
+    return found
+
+
+def reference(data):
+    """Return a function that returns the data, without keeping it alive where that is possible."""
+    try:
+        return weakref.ref(data)
+    except TypeError:  # a list, for example
+        return lambda: data
 
 
 def part_of(data):
