@@ -78,3 +78,40 @@ def test_nothing_is_called_wrong_where_nothing_is(name, check, tmp_path):
     assert max(map(max, report["updates"])) > 0
     if name.startswith("as they are"):
         assert report["findings"] == []
+
+
+ONE_PROCESS = """
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 3)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("import torch\ninput('how many epochs? ')\n", "EOFError: EOF when reading a line"),
+        ("import torch\nprint('hello')\n", "made an update: there is nothing to compare"),
+        ("import torch\n\nraise ValueError('too small')\n", "ValueError: too small, at train.py:3"),
+        (ONE_PROCESS, "it trains in one process, and joins no group"),
+    ],
+)
+def test_a_script_that_cannot_be_checked_costs_one_line(text, words, check, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    report = check(path)
+    assert report["exit_code"] == 2 and words in report["stderr"]
+    assert len(report["stderr"].splitlines()) == 1
+
+
+def test_each_kind_of_finding_is_in_the_table_of_faults_and_on_the_page():
+    from lockstep.watch.findings import KINDS
+
+    wanted = {word for _, _, kind, _, _ in FAULTS.values() for word in kind.split("|")}
+    page = (ROOT / "docs" / "check.md").read_text()
+    for kind, (_, lesson) in KINDS.items():
+        assert f"| {kind} |" in page, kind
+        assert kind in wanted, kind
+        assert list((ROOT / "lessons").glob(f"lesson_{lesson}_*.py"))

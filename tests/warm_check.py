@@ -82,6 +82,7 @@ def be_rank(job, rank, port):
     try:
         os.setsid()
         output = os.open(job.output_of(rank), os.O_WRONLY | os.O_CREAT)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
@@ -119,16 +120,16 @@ def run_watched(script):
 
 def answer(arguments):
     """Return what the check says of a script."""
-    args, out = check.read_flags([*arguments[:0], "--json", *arguments]), io.StringIO()
+    args, out, err = check.read_flags(["--json", *arguments]), io.StringIO(), io.StringIO()
     folder = tempfile.mkdtemp(prefix="lockstep_check_")  # no TemporaryDirectory: forks would end it
     try:
         job = WarmJob(args, Path(folder))
         job.run()
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             report.tell(args, job, read.read(folder, by_torchrun=True))
     finally:
         shutil.rmtree(folder)
-    return json.loads(out.getvalue())
+    return json.loads(out.getvalue()) | {"stderr": err.getvalue()}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def read_flags(arguments):
     parser.add_argument("--updates", type=whole(0, 10**6), default=50, help="0: to its end (50)")
     parser.add_argument("--patience", type=whole(1, 10**5), default=30, help=PATIENCE)
     parser.add_argument("--start", choices=("auto", "torchrun", "launch", "python"), default="auto")
-    parser.add_argument("--gpus", action="store_true", help="use the GPUs (no GPU has run this yet)")
+    parser.add_argument(
+        "--gpus", action="store_true", help="use the GPUs (no GPU has run this yet)"
+    )
     parser.add_argument("--show", action="store_true", help="show what the script prints, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--verbose", action="store_true", help="show tracebacks")

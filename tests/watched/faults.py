@@ -1,7 +1,7 @@
 """Faults, each an edit of a clean script, and what the check must say of them.
 
-FAULTS = {name: (script, {text: text in its place}, kind, strength, words in the line that is named)}
-Words may stand for several lines that would be right, "a|b"; "" where no line is asked for.
+FAULTS = {name: (script, {text: text in its place}, kind, strength, words in the named line)}
+"a|b" are two kinds, of which one must come; "" are the words where no line is asked for.
 """
 
 WRONG, NOT_MEANT, TO_KNOW = "wrong", "probably not meant", "to know"
@@ -17,7 +17,9 @@ SWAPPED = OTHER + (
     "    if rank == 0:\n        dist.all_reduce(other)\n        dist.all_reduce(right)\n"
     "    else:\n        dist.all_reduce(right)\n        dist.all_reduce(other)\n"
 )
-SKIP = "            if rank == 0 or epoch == 0 or len(rows) == 8:\n                optimizer.step()\n"
+SKIP = (
+    "            if rank == 0 or epoch == 0 or len(rows) == 8:\n                optimizer.step()\n"
+)
 HALF = (
     "    if rank == 0:\n        model.load_state_dict("
     "{k: v / 2 for k, v in model.state_dict().items()})\n    optimizer = torch"
@@ -100,7 +102,13 @@ FAULTS = {
         TO_KNOW,
         "DataLoader(data",
     ),
-    "data of its own": (D, {"make_data(0)": "make_data(rank)"}, "other data", WRONG, "DataLoader(d"),
+    "data of its own": (
+        D,
+        {"make_data(0)": "make_data(rank)"},
+        "other data",
+        WRONG,
+        "DataLoader(d",
+    ),
     "random data without a seed": (
         H,
         {"torch.manual_seed(0)": "torch.manual_seed(rank)"},
@@ -201,6 +209,18 @@ FAULTS = {
         NOT_MEANT,
         "loss.backward",
     ),
+    "one rank weighs more": (
+        H,
+        {
+            "        loss.backward()\n": "        (loss * (1 + rank)).backward()\n"
+            "        for parameter in model.parameters():\n"
+            "            parameter.grad.mul_(1 - 0.5 * rank)\n",
+            "dist.all_reduce(parameter.grad)": "dist.all_reduce(parameter.grad.mul_(1.5 - rank))",
+        },
+        "not the mean",
+        TO_KNOW,
+        "optimizer.step",
+    ),
     "clipped before the average": (
         H,
         {
@@ -267,9 +287,11 @@ FAULTS = {
     ),
     "changed after the last update": (
         D,
-        {"    if rank == 0:\n        torch.save": (
-            "    model[0].bias.data += rank\n    if rank == 0:\n        torch.save"
-        )},
+        {
+            "    if rank == 0:\n        torch.save": (
+                "    model[0].bias.data += rank\n    if rank == 0:\n        torch.save"
+            )
+        },
         "replicas differ",
         WRONG,
         "optimizer.step",
@@ -307,7 +329,9 @@ FAULTS = {
         F,
         {
             "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n": "",
-            "for layer in (": "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\nfor layer in (",
+            "for layer in (": (
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\nfor layer in ("
+            ),
         },
         "no gradient at all",
         WRONG,
@@ -315,9 +339,11 @@ FAULTS = {
     ),
     "a loss of one class": (
         D,
-        {"cross_entropy(replica(inputs), wanted": (
-            "cross_entropy(replica(inputs).sum(1, keepdim=True), 0 * wanted"
-        )},
+        {
+            "cross_entropy(replica(inputs), wanted": (
+                "cross_entropy(replica(inputs).sum(1, keepdim=True), 0 * wanted"
+            )
+        },
         "no gradient at all",
         WRONG,
         "optimizer.step",
@@ -436,17 +462,21 @@ FAULTS = {
     "two messages swapped": (D, {REDUCE: SWAPPED}, "messages differ", NOT_MEANT, ""),
     "one rank sends another shape": (
         D,
-        {REDUCE: REDUCE + "    dist.all_reduce(torch.ones(2 - 0 * rank)) if rank else "
-         "dist.broadcast(torch.ones(2), 0)\n"},
+        {
+            REDUCE: REDUCE + "    dist.all_reduce(torch.ones(2 - 0 * rank)) if rank else "
+            "dist.broadcast(torch.ones(2), 0)\n"
+        },
         "messages differ|hang",
         WRONG,
         "",
     ),
     "only rank 0 meets": (
         D,
-        {"        if rank == 0:\n            print(": (
-            "        if rank == 0:\n            dist.barrier()\n            print("
-        )},
+        {
+            "        if rank == 0:\n            print(": (
+                "        if rank == 0:\n            dist.barrier()\n            print("
+            )
+        },
         "hang|messages differ",
         WRONG,
         "",

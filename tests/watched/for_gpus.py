@@ -26,7 +26,7 @@ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
 replica = DistributedDataParallel(model.cuda(), device_ids=[local_rank], output_device=local_rank)
 optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cuda")
-for epoch in range(2):
+for _ in range(2):
     for inputs, targets in loader:
         inputs, targets = inputs.to(device, non_blocking=True), targets.cuda(non_blocking=True)
         with torch.autocast("cuda", dtype=torch.float16):

@@ -23,7 +23,7 @@ loader = DataLoader(Stream(), 4, num_workers=2)
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(5, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for epoch in range(2):
+for _ in range(2):
     for inputs, targets in loader:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()

@@ -9,9 +9,11 @@ from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-COLLECTIVES = """all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter
-reduce_scatter_tensor gather scatter all_to_all all_to_all_single barrier monitored_barrier
-all_gather_object broadcast_object_list gather_object scatter_object_list""".split()
+COLLECTIVES = ["all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier"]
+COLLECTIVES += ["gather", "all_gather", "all_gather_into_tensor", "scatter"]
+COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"]
+COLLECTIVES += ["gather_object", "all_gather_object", "scatter_object_list"]
+COLLECTIVES += ["broadcast_object_list"]
 
 _inside = []  # a collective that is made of others counts once
 
@@ -29,9 +31,9 @@ def watch():
 
 def join(init, instance, args, kwargs):
     """The rank joins its group."""
-    from lockstep.watch import end
-
     import torch.distributed as dist
+
+    from lockstep.watch import end
 
     facts.note("joining", where=facts.where())
     result = init(*args, **kwargs)

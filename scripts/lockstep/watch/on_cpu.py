@@ -68,11 +68,11 @@ def play_cuda():
     played |= {"get_device_name": properties.name, "get_device_properties": properties}
     played |= {"get_device_capability": (8, 0), "is_bf16_supported": True}
     played |= {"mem_get_info": (2**33, 2**33), "get_arch_list": ["sm_80"]}
-    for name in "manual_seed manual_seed_all synchronize empty_cache ipc_collect".split():
+    for name in ["manual_seed", "manual_seed_all", "synchronize", "empty_cache", "ipc_collect"]:
         played[name] = None
-    for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
-        played[name] = 0
-    for name in "reset_peak_memory_stats reset_max_memory_allocated".split():
+    for name in ["memory_allocated", "memory_reserved"]:
+        played |= {name: 0, f"max_{name}": 0}
+    for name in ["reset_peak_memory_stats", "reset_max_memory_allocated"]:
         played[name] = None
     for name, value in played.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)

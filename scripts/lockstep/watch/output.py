@@ -47,7 +47,11 @@ def heard(event, args):
     path, _, flags = args
     writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else 0
     path = os.path.abspath(path)
-    if not writes or path in _written or path.startswith((facts.settings["folder"], "/dev", "/proc")):
+    if (
+        not writes
+        or path in _written
+        or path.startswith((facts.settings["folder"], "/dev", "/proc"))
+    ):
         return
     _written.add(path)
     place = facts.where()

@@ -43,23 +43,24 @@ def what_stopped_it(job, jobs):
         return None
     if job.code == 0 or any(lost(one) for one in jobs):
         return None
-    errors = [(rank.error["at"], r, rank.error) for one in jobs for r, rank in one.items() if rank.error]
-    lines = [line for line in job.output.strip().splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if " failed: " in line), lines[-1] if lines else "")
-    for _, rank, error in sorted(errors, key=lambda one: one[:2]):
+    lines = [line for line in job.output.splitlines() if line.strip()]
+    told = [line for line in lines if " failed: " in line]
+    said = (told or lines or [f"exit code {job.code}"])[-1]
+    errors = [rank.error for one in jobs for rank in one.values() if rank.error]
+    for error in sorted(errors, key=lambda error: error["at"]):
         if error["where"] and error["text"][:60] in said:
             return f"{said}, at {error['where']}"
-    return said or f"exit code {job.code}"
+    return said
 
 
 def nothing_to_compare(args, jobs, wrong):
     """Return why there is nothing to compare, or None."""
     if not any(rank.updates for job in jobs for rank in job.values()) and not wrong:
         return "no optimizer of torch.optim has made an update: there is nothing to compare"
-    if not any(rank.group for job in jobs for rank in job.values()):
-        if "distributed" not in args.source and "accelerate" not in args.source:
-            return "it trains in one process, and joins no group: there is nothing to compare"
-    return None
+    joined = any(rank.group for job in jobs for rank in job.values())
+    if joined or "distributed" in args.source or "accelerate" in args.source:
+        return None
+    return "it trains in one process, and joins no group: there is nothing to compare"
 
 
 def lost(job):
@@ -71,7 +72,10 @@ def lost(job):
 
 def as_json(args, job, jobs, report, code):
     """Print one line of JSON; its keys are stable."""
-    found = [one._asdict() | dict(zip(("cure", "lesson"), findings.KINDS[one.kind], strict=True)) for one in report.findings]
+    found = [
+        one._asdict() | dict(zip(("cure", "lesson"), findings.KINDS[one.kind], strict=True))
+        for one in report.findings
+    ]
     facts = {"script": args.script, "exit_code": code, "started_by": job.launcher}
     facts |= {"ranks": [sorted(one) for one in jobs], "gpus_played_by_cpu": job.on_cpu}
     facts["updates"] = [[len(rank.updates) for rank in one.values()] for one in jobs]
@@ -83,7 +87,9 @@ def as_text(args, job, jobs, report, code):
     """Print a report that one reads: what is wrong comes first."""
     ranks = " and ".join(str(len(one)) for one in jobs) or "no"
     made = [len(rank.updates) for one in jobs for rank in one.values()]
-    print(f"{args.script}: {ranks} ranks, started by {job.launcher}, {max(made, default=0)} updates")
+    print(
+        f"{args.script}: {ranks} ranks, started by {job.launcher}, {max(made, default=0)} updates"
+    )
     if job.on_cpu:
         print("GPUs were played by the CPU, nccl by gloo, mixed precision by float32")
     for strength in findings.STRENGTHS:
@@ -104,4 +110,5 @@ def tell_one(one):
     who = f", rank {', '.join(map(str, one.ranks))}" if one.ranks else ""
     print(f"{one.strength.upper() if one.strength == findings.WRONG else one.strength}: {one.text}")
     place = one.place or "no line of yours"
-    print(f"    {place}{who}: {cure + '; ' if cure else ''}lesson {lesson}")
+    end = "" if not cure else " " if cure.endswith("?") else "; "
+    print(f"    {place}{who}: {cure}{end}lesson {lesson}")

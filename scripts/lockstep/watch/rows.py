@@ -1,4 +1,4 @@
-"""Which rows each DataLoader is asked for, epoch by epoch; and what is drawn while rows are read."""
+"""Which rows each DataLoader is asked for, epoch by epoch; what is drawn while rows are read."""
 
 import contextlib
 import itertools

@@ -1,7 +1,8 @@
 """Compares what the ranks have seen, and says what is wrong, in three strengths.
 
-WRONG: the ranks do not train one model on all rows, or they wait for each other for ever. NOT_MEANT:
-probably not meant; there is another explanation, and it is said. TO_KNOW: right, and worth knowing.
+WRONG: the ranks do not train one model on all rows, or they wait for each other for ever.
+NOT_MEANT: probably not meant; there is another explanation, and it is said.
+TO_KNOW: right as it is, and worth knowing.
 """
 
 from collections import Counter
@@ -20,6 +21,11 @@ class Finding(NamedTuple):
     ranks: list
     place: str | None
 
+
+NO_GRADIENT = (
+    "is the loss the same whatever the model says? Or was the optimizer made before its"
+    " parameters were replaced?"
+)
 
 # kind: (what to do, the lesson that tells why)
 KINDS = {
@@ -46,7 +52,7 @@ KINDS = {
     "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),
     "settings differ": ("set it alike on all ranks", "02"),
     "in no optimizer": ("give it to the optimizer, or freeze it before wrapping", "02"),
-    "no gradient at all": ("make the optimizer from the parameters that the loss uses", "18"),
+    "no gradient at all": (NO_GRADIENT, "18"),
     "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
     "never changes": ("", "02"),
     "buffers differ": ("use SyncBatchNorm, or leave broadcast_buffers=True", "09"),

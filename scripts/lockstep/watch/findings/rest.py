@@ -17,7 +17,9 @@ def group(job, report, world):
         return False
     if joined and len(joined) < len(job):
         others = [rank for rank in job if rank not in joined]
-        report.found("no group", WRONG, f"of {len(job)} ranks {len(others)} joined no group", None, others)
+        report.found(
+            "no group", WRONG, f"of {len(job)} ranks {len(others)} joined no group", None, others
+        )
     for rank in joined:
         size = job[rank].group["world"]
         if world and size != world:

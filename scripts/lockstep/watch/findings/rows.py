@@ -85,7 +85,9 @@ class Epoch:
         elif self.drawn or again <= padding:
             self.judge_sizes(report)
         elif count and not inside and self.everything_on_each(rows):
-            text = f"each rank went through all {rows or count:,} rows in epoch {self.number}{other}"
+            text = (
+                f"each rank went through all {rows or count:,} rows in epoch {self.number}{other}"
+            )
             report.found("all rows on each rank", strength, text, self.place)
         else:
             text = f"{again:,} {'row' if again == 1 else 'rows'} came twice in epoch {self.number}"
@@ -167,7 +169,10 @@ def contents(job, report):
     ranks = list(job.values())
     if len(ranks) < 2:
         return None
-    calls = [[f for f in r.forwards if f["what"] == "forward" and f["train"] and f["grad"]] for r in ranks]
+    calls = [
+        [f for f in r.forwards if f["what"] == "forward" and f["train"] and f["grad"]]
+        for r in ranks
+    ]
     shown = [[f["rows"] for f in of] for of in calls]
     steps = [one for one in zip(*shown, strict=False) if all(one)]
     if not steps:
@@ -196,7 +201,8 @@ def judge_workers(rank, epoch, report):
     own = [f["rows"] or [] for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
     times = Counter(flat(own))
     if epoch["workers"] > 1 and len(times) > 1 and min(times.values()) >= epoch["workers"]:
-        text = f"each row came {min(times.values())} times on one rank, from {epoch['workers']} workers"
+        text = f"each row came {min(times.values())} times on one rank,"
+        text += f" from {epoch['workers']} workers"
         report.found("workers repeat rows", WRONG, text, epoch["where"])
 
 

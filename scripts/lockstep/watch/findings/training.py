@@ -74,7 +74,8 @@ def judge_gradients(one, number, names, ranks, report):
         return True
     if even:
         return False  # clipped after they were averaged, or scaled
-    if clipped := next((line for u in one for line in u["clipped"]), None):
+    clipped = next((line for u in one for line in u["clipped"]), None)
+    if clipped and all(clipped_alone(u) for u in one):
         text = f"in update {number} gradients are out of proportion to the mean of the ranks' own:"
         text += " clipped on each rank, before they were averaged?"
         report.found("clipped too early", NOT_MEANT, text, clipped)
@@ -82,6 +83,12 @@ def judge_gradients(one, number, names, ranks, report):
     text = f"in update {number} the gradient of {names[away[0]]} is not the mean of the ranks' own"
     report.found("not the mean", TO_KNOW, text, place)
     return True
+
+
+def clipped_alone(update):
+    """Return whether gradients were still those of this rank alone when they were clipped."""
+    pairs = zip(update["unclipped"], update["own"], update["own_norms"], strict=True)
+    return all(u is None or abs(u - own) <= 1e-3 * length for u, own, length in pairs)
 
 
 def judge_differing(one, number, name, away, ranks, report):
@@ -171,7 +178,10 @@ def judge_replicas(one, number, ranks, report):
         text = f"at update {number} {key} is {values} on the ranks"
         report.found("settings differ", WRONG, text, made, others)
         return True
-    for moment, when in (("before", f"before update {number}"), ("after", f"after update {number}")):
+    for moment, when in (
+        ("before", f"before update {number}"),
+        ("after", f"after update {number}"),
+    ):
         differ = first_difference(one, moment)
         if differ is not None:
             who = odd([u[moment][differ] for u in one])
@@ -310,7 +320,9 @@ def buffers(job, report):
         names = [n for n in theirs[0] if len({of.get(n) for of in theirs}) > 1]
         wrapped = ranks[0].wrapped.get(number, {})
         if names and model["norms"]:
-            text = f"BatchNorm takes the mean of each rank's own rows; {names[0]} differs at the end"
+            text = (
+                f"BatchNorm takes the mean of each rank's own rows; {names[0]} differs at the end"
+            )
             sent = wrapped.get("sends_buffers", False)
             why = "" if sent else ", and nobody sends it"
             place = wrapped.get("where")
