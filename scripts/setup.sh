@@ -3,7 +3,7 @@
 # if there is none.
 #   bash scripts/setup.sh [WHAT]         prepares it and says which Python is used
 #   source scripts/setup.sh WHAT         what the launchers do: it sets $root and $python
-# WHAT: a lesson's number; notebooks (all but TensorFlow, Paddle and JAX); all (default); or site, for
+# WHAT: a lesson's number; check; notebooks (all but TensorFlow, Paddle and JAX); all (default); or site, for
 # what builds the web site: docs/requirements.txt and .venv.site.
 # LOCKSTEP_PYTHON=/path/to/python uses that interpreter as it is: no version is checked, nothing is
 # installed. (The launchers say which package a lesson lacks.)

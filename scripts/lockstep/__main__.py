@@ -2,6 +2,7 @@
 
     python scripts/lockstep lesson NN [flags]           run a lesson on this machine
     python scripts/lockstep machine WHAT [flags]        be one of several machines that run WHAT
+    python scripts/lockstep check [flags] train.py      what goes wrong in silence in this script?
     python scripts/lockstep doctor [flags]              what can this machine do, do ranks meet?
     python scripts/lockstep ssh HOST,HOST WHAT [flags]  start `machine` on each of them by ssh
     python scripts/lockstep two-machines WHAT [flags]   run WHAT on two machines made of one
@@ -23,6 +24,7 @@ COMMANDS = {
     "lesson": "lockstep.run",
     "inside": "lockstep.inside",
     "machine": "lockstep.machine",
+    "check": "lockstep.check",
     "doctor": "lockstep.doctor.command",
     "ssh": "lockstep.ssh",
     "two-machines": "lockstep.two_machines",
@@ -39,6 +41,14 @@ def main():
         print(__doc__, file=sys.stdout if name == "--help" else sys.stderr)
         return 0 if name == "--help" else 2
     return importlib.import_module(COMMANDS[name]).main(arguments)
+
+
+def command():
+    """The command `lockstep`, after `pip install .`: only the check needs no other file."""
+    if sys.argv[1:2] != ["check"]:
+        print("lockstep check [flags] train.py; --help says more", file=sys.stderr)
+        return 2
+    return main()
 
 
 if __name__ == "__main__":

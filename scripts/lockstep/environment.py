@@ -3,7 +3,7 @@
     python scripts/lockstep environment --check WHAT    if this interpreter has it, print its path
     python scripts/lockstep environment --make WHAT     make .venv, or complete it; as setup.sh does
 
-WHAT: a lesson's number, doctor, notebooks, all; or site, for what builds the web site (.venv.site).
+WHAT: a lesson's number, doctor, check, notebooks, all; or site: what builds the site (.venv.site).
 Exit codes: 0; 1 if something is missing, or could not be installed; 2 if there is no such WHAT.
 
 Only the standard library is used, because this file runs before anything is installed.

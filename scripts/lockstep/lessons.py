@@ -87,11 +87,13 @@ def pins(file=ROOT / "requirements.txt"):
 def packages_for(what):
     """Return the packages that `what` needs, named as in requirements.txt.
 
-    `what` is a lesson's number, "doctor", "notebooks" (all but FRAMEWORKS), or "all".
+    `what` is a lesson's number, "doctor", "check", "notebooks" (all but FRAMEWORKS), or "all".
     Raises LookupError for anything else.
     """
     if what == "doctor":
         return TORCH
+    if what == "check":
+        return (*TORCH, "wrapt", "psutil")
     if what in ("all", "notebooks"):
         return tuple(name for name in pins() if what == "all" or name not in FRAMEWORKS)
     lesson = find(what)

@@ -35,6 +35,8 @@ def main():
     except BaseException as error:  # CheckpointException of torch is no Exception
         if ending.verbose():
             traceback.print_exc()
+        if "lockstep.watch.end" in sys.modules:
+            sys.modules["lockstep.watch.end"].note_error(error)
         lost = ending.tells(ending.LOST, error)
         ending.write_end(ending.reason(error), lost, ending.tells(ending.LATE, error))
         if lost:

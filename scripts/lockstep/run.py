@@ -81,11 +81,16 @@ def start(how, script, flags, environment):
     return watch(command, environment)
 
 
-def watch(command, environment):
-    """Run `command`; return its exit code. If we are asked to end, it ends first."""
+def watch(command, environment, output=None, look=None, asked=None):
+    """Run `command`; return its exit code. If we are asked to end, it ends first.
+
+    `output` is a file for what it prints. look(process) is called five times in a second. `asked`
+    is a list that gets the signals by which we are asked to end.
+    """
     environment = environment | {"LOCKSTEP_PARENT": str(os.getpid())}
     options = {"process_group": 0, "stdin": subprocess.DEVNULL, "env": environment}
-    process, asked = subprocess.Popen(command, **options), []
+    process = subprocess.Popen(command, **options, stdout=output, stderr=output)
+    asked = [] if asked is None else asked
 
     def ask(signal_number, frame):
         asked.append(signal_number)
@@ -97,7 +102,7 @@ def watch(command, environment):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(signal_number, ask)
     signal.signal(signal.SIGALRM, lambda *_: process.kill())
-    code = process.wait()
+    code = wait_for(process, look)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # whatever the program has left
     if asked:
@@ -107,3 +112,12 @@ def watch(command, environment):
         print(f"the lesson was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return 128 - code
     return code
+
+
+def wait_for(process, look):
+    """Return the exit code of a process; look at it while it runs."""
+    while True:
+        try:
+            return process.wait(0.2 if look else None)
+        except subprocess.TimeoutExpired:
+            look(process)

@@ -1,0 +1,137 @@
+"""Compares what the ranks have seen, and says what is wrong, in three strengths.
+
+WRONG: the ranks do not train one model on all rows, or they wait for each other for ever.
+NOT_MEANT: probably not meant; there is another explanation, and it is said.
+TO_KNOW: right as it is, and worth knowing.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+WRONG, NOT_MEANT, TO_KNOW = "wrong", "probably not meant", "to know"
+STRENGTHS = (WRONG, NOT_MEANT, TO_KNOW)
+
+
+class Finding(NamedTuple):
+    """One thing that was found. `kind` is a key of KINDS, `place` a line such as "train.py:41"."""
+
+    kind: str
+    strength: str
+    text: str
+    ranks: list
+    place: str | None
+
+
+NO_GRADIENT = (
+    "is the loss the same whatever the model says? Or was the optimizer made before its"
+    " parameters were replaced?"
+)
+
+# kind: (what to do, the lesson that tells why)
+KINDS = {
+    "same rows": ("give the loader sampler=DistributedSampler(data)", "02"),
+    "all rows on each rank": ("give the loader sampler=DistributedSampler(data)", "02"),
+    "rows twice": ("let all ranks deal from one order: the same seed, the same data", "02"),
+    "rows left out": ("", "05"),
+    "order repeats": ("call sampler.set_epoch(epoch) before each epoch", "02"),
+    "not shuffled": ("", "02"),
+    "epoch left early": ("", "10"),
+    "uneven rows": ("weigh the loss by the rows, or leave the last batch out", "10"),
+    "other data": ("give all ranks the same data: read it from one file, or fix its seed", "02"),
+    "workers repeat rows": ("share the rows by get_worker_info() and by rank", "02"),
+    "no exchange": ("wrap the model in DistributedDataParallel", "02"),
+    "past DDP": ("call the wrapped model, not the one inside", "02"),
+    "no_sync": ("leave no_sync() for the last backward before the update", "10"),
+    "gradients differ": ("", "17"),
+    "sum of gradients": ("divide by the number of ranks, or let DDP do it", "10"),
+    "clipped too early": ("clip after the gradients are averaged", "10"),
+    "not the mean": ("", "10"),
+    "gradients pile up": ("call optimizer.zero_grad() before each backward", "10"),
+    "replicas start apart": ("leave init_sync=True, or load the same weights on all ranks", "02"),
+    "replicas differ": ("change parameters on all ranks alike, and before wrapping", "02"),
+    "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),
+    "settings differ": ("set it alike on all ranks", "02"),
+    "in no optimizer": ("give it to the optimizer, or freeze it before wrapping", "02"),
+    "no gradient at all": (NO_GRADIENT, "18"),
+    "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
+    "never changes": ("", "02"),
+    "buffers differ": ("use SyncBatchNorm, or leave broadcast_buffers=True", "09"),
+    "trains in eval mode": ("call model.train() after the evaluation", "09"),
+    "tests in train mode": ("call model.eval() before the evaluation", "09"),
+    "rows tested twice": ("deal rows out without filling up: range(rank, len(data), world)", "05"),
+    "counts stay at home": ("add the counts of all ranks up by all_reduce", "05"),
+    "same random numbers": ("add the rank to the seed", "10"),
+    "messages differ": ("call the same collectives in the same order on all ranks", "19"),
+    "one file, several writers": ("write on rank 0 only, or one file for each rank", "06"),
+    "module. in names": ("save model.module.state_dict()", "06"),
+    "printed by several ranks": ("print on rank 0 only", "05"),
+    "no group": ("call init_process_group", "04"),
+    "another world": ("take rank and world size from the launcher", "04"),
+    "hang": ("let all ranks call it, or none", "19"),
+}
+
+
+class Report:
+    """Collects findings, each once, and what was looked at, and what could not be."""
+
+    def __init__(self):
+        self.findings, self.looked, self.blind = [], [], []
+
+    def found(self, kind, strength, text, place=None, ranks=()):
+        """Add a finding, if none of its kind and place was added before."""
+        assert kind in KINDS and strength in STRENGTHS, (kind, strength)
+        if not any((one.kind, one.place) == (kind, place) for one in self.findings):
+            self.findings.append(Finding(kind, strength, text, list(ranks), place))
+
+    def look(self, text):
+        """Say what was looked at."""
+        if text not in self.looked:
+            self.looked.append(text)
+
+    def not_seen(self, text):
+        """Say what could not be looked at, and why."""
+        if text not in self.blind:
+            self.blind.append(text)
+
+
+def judge(job, report, world):
+    """Add to the report what is found in a job {rank: Rank} of which `world` ranks were started."""
+    from lockstep.watch.findings import rest, rows, training
+
+    if not rest.group(job, report, world):
+        return
+    for look in (rows.numbers, rows.contents, training.updates, training.gradients):
+        look(job, report)
+    for look in (training.replicas_differ, training.optimizers, training.modes, training.buffers):
+        look(job, report)
+    for look in (rows.evaluation, rest.random_numbers, rest.messages, rest.files, rest.output):
+        look(job, report)
+
+
+def odd(values):
+    """Return the positions of the values that are not those of the most."""
+    texts = list(map(str, values))
+    most = Counter(texts).most_common(1)[0][0]
+    return [number for number, text in enumerate(texts) if text != most]
+
+
+def replicas(ranks):
+    """Return whether the ranks should hold one model.
+
+    It is wrapped in DDP over all ranks; or the parameters have the same names, and are equal
+    before the first update, or get the same gradients in it.
+    """
+    if not all(rank.updates for rank in ranks) or sharded(ranks):
+        return False
+    first = [rank.updates[0] for rank in ranks]
+    wrapped = all(len(w["members"]) == len(ranks) for r in ranks for w in r.wrapped.values())
+    if all(rank.wrapped for rank in ranks) and wrapped:
+        return True
+    if any(rank.names(u) != ranks[0].names(first[0]) for rank, u in zip(ranks, first, strict=True)):
+        return False
+    return any(all(u[what] == first[0][what] for u in first) for what in ("before", "grads"))
+
+
+def sharded(ranks):
+    """Return whether parameters are in parts, one on each rank."""
+    return any(m["sharded"] for r in ranks for m in (*r.models.values(), *r.optimizers.values()))

@@ -1,0 +1,40 @@
+"""A job that stands still: who waits where."""
+
+import re
+
+from lockstep.watch import facts
+from lockstep.watch.findings import WRONG
+
+
+def judge(job, report):
+    """Say where each rank stands or was, in the order of the ranks."""
+    words, places, gone = [], [], []
+    for rank, seen in job.items():
+        made = f"after {len(seen.updates)} updates"
+        if seen.error:
+            words.append(f"rank {rank} waited in vain at {seen.error['where']} {made}")
+            places.append(seen.error["where"])
+        elif seen.ended:
+            words.append(f"rank {rank} had ended {made}")
+            gone.append(rank)
+        else:
+            what, place = stands(seen)
+            words.append(f"rank {rank} {what} at {place} {made}")
+            places.append(place)
+    place = next((place for place in places if place), None)
+    report.found("hang", WRONG, f"the ranks wait for each other: {'; '.join(words)}", place, gone)
+
+
+def stands(rank):
+    """Return (what a rank does, the line): from its stack, or from its last call."""
+    own, called = None, ""
+    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', rank.stack):
+        if facts.is_own(file):
+            own = f"{file.rpartition('/')[2]}:{line}"
+            break
+        if not function.startswith("_") and function != "wrapper":
+            called = function
+    last = next((e for e in reversed(rank.events) if e["what"] in ("call", "called")), None)
+    if last and last["what"] == "call":
+        return f"waits in {last['name']}", last["where"]
+    return (f"stands in {called}" if called else "stands"), own

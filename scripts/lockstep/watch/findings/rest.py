@@ -1,0 +1,130 @@
+"""The group, random numbers, collectives, files and output."""
+
+from collections import defaultdict
+
+from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG
+from lockstep.watch.messages import BETWEEN_TWO
+
+
+def group(job, report, world):
+    """Say who has joined a group, and which; return whether the ranks can be compared."""
+    joined = [rank for rank, seen in job.items() if seen.group]
+    trained = [rank for rank, seen in job.items() if seen.updates]
+    if not joined and len(trained) > 1:
+        place = job[trained[0]].updates[0]["where"]
+        text = f"{len(trained)} processes train, and none has joined a group"
+        report.found("no group", WRONG, text, place, trained)
+        return False
+    if joined and len(joined) < len(job):
+        others = [rank for rank in job if rank not in joined]
+        report.found(
+            "no group", WRONG, f"of {len(job)} ranks {len(others)} joined no group", None, others
+        )
+    for rank in joined:
+        size = job[rank].group["world"]
+        if world and size != world:
+            text = f"{world} ranks were started, and the group has {size}"
+            report.found("another world", WRONG, text, job[rank].group["where"], [rank])
+    return not any(one.kind == "another world" for one in report.findings)
+
+
+def random_numbers(job, report):
+    """Do all ranks draw the same numbers where they read rows, or for dropout masks?"""
+    ranks = list(job.values())
+    epochs = [next((e for e in rank.epochs if e["trains"]), None) for rank in ranks]
+    if len(ranks) < 2:
+        return
+    drawn = [{pair for e in rank.drawn for pair in e["states"].items()} for rank in ranks]
+    if all(drawn) and all(epochs):
+        if same := set.intersection(*drawn):
+            kinds = ", ".join(sorted({source for source, _ in same}))
+            who = "workers" if ranks[0].drawn[0]["worker"] else "ranks"
+            text = f"the {who} of all ranks draw the same random numbers ({kinds}) for their rows"
+            report.found("same random numbers", NOT_MEANT, text, epochs[0]["where"])
+    elif all(epochs):
+        report.look("random numbers while rows are read: none of torch, numpy or random are drawn")
+    masks = [[f["masks"] for f in rank.forwards if f.get("masks")] for rank in ranks]
+    if len(masks[0]) > 1 and all(one == masks[0] for one in masks):
+        place = next(f["where"] for f in ranks[0].forwards if f.get("masks"))
+        text = "all ranks draw the same dropout masks: they have the same seed"
+        report.found("same random numbers", TO_KNOW, text, place)
+
+
+def messages(job, report):
+    """Compare the collectives that the script calls itself, group by group, in order."""
+    if len(job) < 2:
+        return
+    groups = defaultdict(lambda: defaultdict(list))
+    for rank, seen in job.items():
+        for call in seen.calls:
+            if call["own"] and call["name"] not in BETWEEN_TWO:
+                members = tuple(call["members"] or sorted(job))
+                groups[members][rank].append(call)
+    for members, calls in groups.items():
+        if len(members) > 1 and all(rank in job for rank in members):
+            compare_calls({rank: calls[rank] for rank in members}, report)
+    counts = [sum(call["own"] for call in seen.calls) for seen in job.values()]
+    report.look(f"collectives that the script calls itself: {counts} by rank")
+
+
+def compare_calls(calls, report):
+    """Say where the calls of the ranks of one group first differ."""
+    for number in range(max(map(len, calls.values()))):
+        here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
+        if len({key(call) for call in here.values()}) > 1:
+            words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
+            place = next(call["where"] for call in here.values() if call)
+            text = f"collective {number + 1} is not the same: {'; '.join(words)}"
+            return report.found("messages differ", WRONG, text, place)
+        lines = {call["where"] for call in here.values()}
+        if len(lines) > 1 and next(iter(here.values()))["name"] in ("all_reduce", "all_gather"):
+            text = f"collective {number + 1} is called from {', '.join(sorted(map(str, lines)))}"
+            return report.found("messages differ", NOT_MEANT, text, min(map(str, lines)))
+    return None
+
+
+def key(call):
+    """Return what must be the same on all ranks of a collective."""
+    if call is None:
+        return None
+    free = any(word in call["name"] for word in ("gather", "scatter", "all_to_all", "object"))
+    return call["name"], None if free else str(call["shape"])
+
+
+def said(call):
+    """Return a call in words."""
+    if call is None:
+        return "calls nothing"
+    shape = f" of {call['shape'][0]}" if call["shape"] else ""
+    return f"calls {call['name']}{shape} at {call['where']}"
+
+
+def files(job, report):
+    """Say which files several ranks write, and whether names in a checkpoint have a prefix."""
+    writers = defaultdict(dict)
+    for rank, seen in job.items():
+        for event in [*seen.of("save"), *seen.of("write")]:
+            if event["path"]:
+                writers[event["path"]][rank] = event["where"]
+        for event in seen.of("save"):
+            if event["prefix"]:
+                text = 'the names that are saved begin with "module.", which is DDP\'s'
+                report.found("module. in names", TO_KNOW, text, event["where"])
+    for path, who in writers.items():
+        if len(who) > 1:
+            name, ranks = path.rpartition("/")[2], ", ".join(map(str, sorted(who)))
+            text = f"ranks {ranks} write the same file {name}"
+            first = who[min(who)]
+            report.found("one file, several writers", NOT_MEANT, text, first, sorted(who))
+
+
+def output(job, report):
+    """Say which lines several ranks print."""
+    places = defaultdict(set)
+    for rank, seen in job.items():
+        for event in seen.of("print"):
+            places[event["where"]].add(rank)
+    loud = [place for place, who in places.items() if len(who) > 1]
+    if loud:
+        text = f"printed by {len(job)} ranks: {', '.join(loud[:4])}"
+        report.found("printed by several ranks", TO_KNOW, text, loud[0])

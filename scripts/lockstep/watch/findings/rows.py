@@ -1,0 +1,249 @@
+"""Which rows the ranks train on, and evaluate on."""
+
+from collections import Counter
+from itertools import chain
+
+from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, replicas, sharded
+
+
+def flat(batches):
+    """Return the rows of several batches in one list."""
+    return list(chain(*batches))
+
+
+def numbers(job, report):
+    """Compare the row numbers that the loaders asked for, epoch by epoch."""
+    ranks = list(job.values())
+    epochs = list(zip(*([e for e in rank.epochs if e["trains"]] for rank in ranks), strict=False))
+    known = [of for of in epochs if all(None not in one["batches"] for one in of)]
+    if not epochs:
+        return report.not_seen("row numbers: no DataLoader was used in training")
+    if not known:
+        return report.not_seen("row numbers: an IterableDataset has none; contents were compared")
+    before = {}
+    for number, of_ranks in enumerate(known):
+        epoch = Epoch(number, of_ranks, ranks)
+        epoch.judge(report)
+        if epoch.comparable():
+            epoch.judge_order(report, before.get(of_ranks[0]["loader"]))
+            before[of_ranks[0]["loader"]] = epoch
+    judge_early_ends(known, report)
+    counts = [len(flat(flat(e["batches"] for e in one))) for one in zip(*known, strict=True)]
+    report.look(f"row numbers in {len(known)} training epochs: {counts} by rank")
+    if len(known) < 2:
+        report.not_seen("whether a second epoch has a new order: there was one epoch")
+    return None
+
+
+class Epoch:
+    """One training epoch of a loader, on all ranks."""
+
+    def __init__(self, number, of_ranks, ranks):
+        self.number, self.of_ranks, self.ranks = number, of_ranks, ranks
+        self.first, self.place = of_ranks[0], of_ranks[0]["where"]
+        self.dealt = [flat(one["batches"]) for one in of_ranks]
+        self.all = flat(self.dealt)
+        self.drawn = self.first["replaces"] or "Weighted" in self.first["sampler"]
+        self.torch = self.first["replicas"] is not None or self.first["sampler"].endswith("Sampler")
+        self.parts = len({one["part"] for one in of_ranks}) > 1
+        self.same = same_data(ranks, self.first["loader"]) if len(ranks) > 1 else "same"
+
+    def comparable(self):
+        """Return whether a number means the same row on all ranks, as far as can be seen."""
+        return self.same in ("same", "unknown") or self.first["replicas"] is not None
+
+    def judge(self, report):
+        """Look at one epoch alone."""
+        if not self.comparable():
+            return report.look("each rank has rows of its own: numbers can't be compared")
+        if self.same in ("other", "perhaps other"):
+            strength = WRONG if self.same == "other" else NOT_MEANT
+            text = f"{self.first['sampler']} deals from one order, but a number means another row"
+            why = "" if strength == WRONG else " (or labels are drawn when a row is read)"
+            report.found("other data", strength, f"{text} on each rank{why}", self.place)
+        if len(self.ranks) > 1:
+            self.judge_shares(report)
+        if not self.drawn and all(one["over"] for one in self.of_ranks) and not self.parts:
+            never = (self.first["rows"] or 0) - len(set(self.all))
+            if self.first["rows"] and never > 0 and len(self.all) == len(set(self.all)):
+                text = f"{never} of {self.first['rows']} rows did not come in epoch {self.number}"
+                report.found("rows left out", TO_KNOW, text, self.place)
+        return None
+
+    def judge_shares(self, report):
+        """Compare the rows of the ranks."""
+        one_model = replicas(self.ranks)
+        strength = WRONG if one_model or sharded(self.ranks) else NOT_MEANT
+        other = "" if strength == WRONG else " (right, if they share each layer's work)"
+        count, rows = len(self.dealt[0]), self.first["rows"]
+        again = len(self.all) - len(set(self.all))
+        padding = -(rows or 0) % len(self.ranks) if self.first["replicas"] else 0
+        inside = max(len(one) - len(set(one)) for one in self.dealt)
+        if count and all(one == self.dealt[0] for one in self.dealt):
+            text = f"all ranks trained on the same {count:,} rows in epoch {self.number}{other}"
+            report.found("same rows", strength, text, self.place)
+        elif self.drawn or again <= padding:
+            self.judge_sizes(report)
+        elif count and not inside and self.everything_on_each(rows):
+            text = (
+                f"each rank went through all {rows or count:,} rows in epoch {self.number}{other}"
+            )
+            report.found("all rows on each rank", strength, text, self.place)
+        else:
+            text = f"{again:,} {'row' if again == 1 else 'rows'} came twice in epoch {self.number}"
+            known = self.first["replicas"] is not None
+            why = "" if known else ", or the sampler repeats rows on purpose"
+            text += f": do the ranks deal from one order?{why}"
+            report.found("rows twice", WRONG if known else NOT_MEANT, text, self.place)
+
+    def everything_on_each(self, rows):
+        """Return whether each rank has, or was about to have, all rows."""
+        if self.first["replicas"] is not None:
+            return False
+        over = all(one["over"] for one in self.of_ranks)
+        sizes = {len(one) for one in self.dealt}
+        if over:
+            return sizes == {rows} if rows else len(set(map(frozenset, self.dealt))) == 1
+        return not self.parts and self.first["sampler"] in ("RandomSampler", "SequentialSampler")
+
+    def judge_sizes(self, report):
+        """Compare how many rows the ranks have in a step."""
+        sizes = zip(*(map(len, one["batches"]) for one in self.of_ranks), strict=False)
+        for step, counts in enumerate(sizes, 1):
+            if len(set(counts)) > 1:
+                text = f"ranks had {', '.join(map(str, counts))} rows in step {step} of epoch"
+                text += f" {self.number}, and each row of the fewer counts more in the mean"
+                return report.found("uneven rows", TO_KNOW, text, self.place)
+        return None
+
+    def judge_order(self, report, old):
+        """Compare with the epoch before of the same loader."""
+        count = min(len(old.dealt[0]), len(self.dealt[0])) if old else 0
+        pairs = zip(old.dealt, self.dealt, strict=True) if old else ()
+        if count < 4 or not all(a[:count] == b[:count] for a, b in pairs):
+            return
+        text = f"epoch {self.number} has the order of epoch {old.number}"
+        if self.first["sampler"] == "SequentialSampler" or self.first["shuffle"] is False:
+            report.found("not shuffled", TO_KNOW, f"{text}: rows are not shuffled", self.place)
+        else:
+            report.found("order repeats", NOT_MEANT, f"{text}, on each rank", self.place)
+
+
+def judge_early_ends(epochs, report):
+    """Say where an epoch was left before its end, and another one began."""
+    for number, of_ranks in enumerate(epochs[:-1]):
+        first = of_ranks[0]
+        later = any(other[0]["loader"] == first["loader"] for other in epochs[number + 1 :])
+        if later and not any(one["over"] for one in of_ranks) and first["batches"]:
+            text = f"epoch {number} was left after {len(first['batches'])} batches"
+            report.found("epoch left early", TO_KNOW, text, first["where"])
+
+
+def same_data(ranks, loader):
+    """Return whether a number means one row on all ranks: same, other, perhaps other, unknown."""
+    seen = [rank.seen.get(loader, {}) for rank in ranks]
+    rows = [row for row in seen[0] if all(row in other for other in seen)]
+    for part in (1,) if any(rank.drawn for rank in ranks) else (0, 1):
+        values = [[one[row][part] for one in seen] for row in rows]
+        stable = [of for of in values if all(len(one) == 1 for one in of)]
+        kinds = {next(iter(one)) for of in stable for one in of}
+        if len(stable) < 4 or len(stable) < 0.9 * len(values) or len(kinds) < 2:
+            continue
+        differ = [of[0] != other for of in stable for other in of[1:]]
+        if sum(differ) > 0.4 * len(differ):
+            twice = any(again(rank, loader) for rank in ranks)
+            return "other" if twice else "perhaps other"
+        if not any(differ):
+            return "same"
+    return "unknown"
+
+
+def again(rank, loader):
+    """Return whether a rank has been given a row twice, so that a changing label would be seen."""
+    rows = flat(flat(e["batches"] for e in rank.epochs if e["loader"] == loader and e["trains"]))
+    return len(rows) > len(set(rows))
+
+
+def contents(job, report):
+    """Compare what the models were called with, where rows have no numbers."""
+    ranks = list(job.values())
+    if len(ranks) < 2:
+        return None
+    calls = [
+        [f for f in r.forwards if f["what"] == "forward" and f["train"] and f["grad"]]
+        for r in ranks
+    ]
+    shown = [[f["rows"] for f in of] for of in calls]
+    steps = [one for one in zip(*shown, strict=False) if all(one)]
+    if not steps:
+        return report.not_seen("what the model was called with: no tensor was among it")
+    report.look(f"contents of the rows in {len(steps)} training forwards of each rank")
+    if any(e["trains"] and None not in e["batches"] for e in ranks[0].epochs):
+        return None  # their numbers were compared
+    streams = [e for e in ranks[0].epochs if e["iterable"] and e["trains"]]
+    place = streams[0]["where"] if streams else calls[0][0]["where"]
+    sets = [set(flat(rows or [] for rows in one)) for one in shown]
+    both, fewest = set.intersection(*sets), min(map(len, sets))
+    strength = WRONG if (replicas(ranks) or sharded(ranks)) and fewest > 1 else NOT_MEANT
+    if all(part == one[0] for one in steps for part in one):
+        text = f"all ranks trained on the same {len(both):,} rows in all {len(steps)} forwards"
+        report.found("same rows", strength, text, place)
+    elif fewest >= 4 and len(both) > 0.9 * fewest:
+        text = f"all ranks trained on the same {len(both):,} rows, in another order"
+        report.found("all rows on each rank", strength, text, place)
+    for epoch in streams:
+        judge_workers(ranks[0], epoch, report)
+    return None
+
+
+def judge_workers(rank, epoch, report):
+    """Say whether each worker of a stream reads all of its rows."""
+    own = [f["rows"] or [] for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
+    times = Counter(flat(own))
+    if epoch["workers"] > 1 and len(times) > 1 and min(times.values()) >= epoch["workers"]:
+        text = f"each row came {min(times.values())} times on one rank,"
+        text += f" from {epoch['workers']} workers"
+        report.found("workers repeat rows", WRONG, text, epoch["where"])
+
+
+def evaluation(job, report):
+    """Each row of an evaluation once, and counts added up over the ranks."""
+    ranks = list(job.values())
+    used = [[e for e in rank.epochs if tests(rank, e)] for rank in ranks]
+    if not any(used):
+        return report.not_seen("an evaluation: no model was called in a loader without gradients")
+    if len(ranks) == 1 or not all(used):
+        return report.look("the evaluation: one rank does it")
+    of_ranks = [of[0] for of in used]
+    if any(None in one["batches"] for one in of_ranks):
+        return report.not_seen("rows of the evaluation: an IterableDataset has no numbers")
+    dealt, first = [flat(one["batches"]) for one in of_ranks], of_ranks[0]
+    report.look(f"the evaluation: {[len(one) for one in dealt]} rows by rank")
+    if all(one == dealt[0] for one in dealt):
+        return None  # each rank evaluates all rows
+    if same_data(ranks, first["loader"]) in ("other", "perhaps other") and not first["replicas"]:
+        return None  # each rank has rows of its own
+    twice = len(flat(dealt)) - len(set(flat(dealt)))
+    if twice:
+        text = f"{twice} rows of the evaluation were counted twice: its sampler fills up"
+        report.found("rows tested twice", NOT_MEANT, text, first["where"])
+    if all(sends_nothing_after(rank, e) for rank, e in zip(ranks, of_ranks, strict=True)):
+        text = "each rank evaluated its own rows, and sent no number to the others"
+        report.found("counts stay at home", NOT_MEANT, text, first["where"])
+    return None
+
+
+def tests(rank, epoch):
+    """Return whether an epoch is one of an evaluation."""
+    if epoch["trains"] or not epoch["batches"]:
+        return False
+    calls = [f for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
+    return any(not f["grad"] for f in calls)
+
+
+def sends_nothing_after(rank, epoch):
+    """Return whether a rank sent no tensor or object from this epoch to the next that trains."""
+    later = [e["number"] for e in rank.epochs if e["trains"] and e["number"] > epoch["number"]]
+    end = min(later, default=float("inf"))
+    calls = [c for c in rank.calls if epoch["number"] < c["number"] < end]
+    return not any(c["shape"] or "object" in c["name"] for c in calls)

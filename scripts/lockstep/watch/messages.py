@@ -1,0 +1,78 @@
+"""The group, and the collectives and messages that the script calls itself, in order."""
+
+import faulthandler
+import os
+import signal
+import sys
+
+from lockstep.watch import facts
+from lockstep.watch.hooks import around
+
+BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+COLLECTIVES = ["all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier"]
+COLLECTIVES += ["gather", "all_gather", "all_gather_into_tensor", "scatter"]
+COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"]
+COLLECTIVES += ["gather_object", "all_gather_object", "scatter_object_list"]
+COLLECTIVES += ["broadcast_object_list"]
+
+_inside = []  # a collective that is made of others counts once
+
+
+def watch():
+    """Put the hooks in place."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    for name in ("init_process_group", "destroy_process_group", *COLLECTIVES, *BETWEEN_TWO):
+        hook = {"init_process_group": join, "destroy_process_group": leave}.get(name, call)
+        around(c10d, name, hook)
+        setattr(torch.distributed, name, getattr(c10d, name))
+
+
+def join(init, instance, args, kwargs):
+    """The rank joins its group."""
+    import torch.distributed as dist
+
+    from lockstep.watch import end
+
+    facts.note("joining", where=facts.where())
+    result = init(*args, **kwargs)
+    facts.process["rank"] = dist.get_rank()
+    end.watch_this_rank()
+    place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
+    stack = open(os.path.join(facts.settings["folder"], f"{os.getpid()}.stack"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    return result
+
+
+def leave(destroy, instance, args, kwargs):
+    """The rank leaves its group."""
+    from lockstep.watch import models
+
+    models.note_states()
+    facts.note("left", where=facts.where())
+    return destroy(*args, **kwargs)
+
+
+def call(function, instance, args, kwargs):
+    """The script calls a collective, or sends to one rank."""
+    if _inside:
+        return function(*args, **kwargs)
+    import torch
+    import torch.distributed as dist
+
+    name = getattr(function, "__name__", "?")
+    given = [*args, *kwargs.values()]
+    first = next((one for one in given if isinstance(one, torch.Tensor)), None)
+    shape = None if first is None else [list(first.shape), str(first.dtype).removeprefix("torch.")]
+    group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
+    members = None if group is None else dist.get_process_group_ranks(group)
+    own = facts.is_own(sys._getframe(1).f_code.co_filename)
+    facts.note("call", name=name, shape=shape, members=members, own=own, where=facts.where())
+    _inside.append(name)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _inside.pop()
+        facts.note("called", name=name)

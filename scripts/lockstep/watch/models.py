@@ -1,0 +1,123 @@
+"""The models: wrapped or not, what they are called with, in which mode, their buffers."""
+
+from lockstep.watch import facts
+from lockstep.watch.hooks import around
+
+_models = {}  # id: [number, the module, whether it draws dropout masks]
+_wrapped = {}  # id of each module inside a DDP, and the module
+replicas = []  # the DDP objects
+_inside = []
+
+
+def watch():
+    """Put the hooks in place."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    around(DistributedDataParallel, "__init__", wrap)
+    around(DistributedDataParallel, "join", join)
+    around(torch.nn.Module, "__call__", call)
+    around(torch.nn.Module, "load_state_dict", load)
+
+
+def wrap(init, ddp, args, kwargs):
+    """A model is wrapped in DDP."""
+    import torch.distributed as dist
+
+    init(*args, **kwargs)
+    module = ddp.module
+    for part in module.modules():
+        _wrapped[id(part)] = part
+    replicas.append(ddp)
+    about = {"init_sync": kwargs.get("init_sync", True), "sends_buffers": ddp.broadcast_buffers}
+    about["members"] = dist.get_process_group_ranks(ddp.process_group)
+    number = know(module)
+    sums = [facts.checksum(p) for p in module.parameters()]
+    facts.note("wrapped", number_of=number, sums=sums, where=facts.where(), **about)
+
+
+def join(function, ddp, args, kwargs):
+    """The ranks may have unequal numbers of batches from here on."""
+    facts.note("join", where=facts.where())
+    return function(*args, **kwargs)
+
+
+def know(module):
+    """Return the number of a model; write down what it has when it is seen for the first time."""
+    from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    if id(module) not in _models:
+        facts.process["large"] |= sum(p.numel() for p in module.parameters()) > 2**24
+        parts = list(module.modules())
+        norms = [m for m in parts if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
+        drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in parts)
+        number = len(_models)
+        _models[id(module)] = [number, module, drops]
+        about = {"norms": sum(m.track_running_stats for m in norms), "dropout": drops}
+        about["names"] = [name for name, _ in module.named_parameters()]
+        about["sums"] = [facts.checksum(p) for p in module.parameters()]
+        about["sharded"] = any(hasattr(p, "to_local") for p in module.parameters())
+        facts.note("model", number_of=number, type=type(module).__name__, **about)
+    return _models[id(module)][0]
+
+
+def call(function, module, args, kwargs):
+    """A model is called: from which line, in which mode, with which rows?"""
+    import torch
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    if _inside:
+        return function(*args, **kwargs)
+    ddp = isinstance(module, DistributedDataParallel)
+    inner = module.module if ddp or isinstance(module, DataParallel) else module
+    if next(inner.parameters(), None) is None:
+        return function(*args, **kwargs)  # a loss, for example
+    _inside.append(module)
+    try:
+        grad, past = torch.is_grad_enabled(), not ddp and id(module) in _wrapped
+        about = {"ddp": ddp, "past": past, "train": inner.training, "grad": grad}
+        about["rows"] = rows_of(args, kwargs)
+        number = None if past else know(inner)
+        if number is not None and _models[id(inner)][2] and module.training and grad:
+            about["masks"] = facts.checksum(torch.default_generator.get_state())
+        facts.note("forward", model=number, where=facts.where(), **about)
+        return function(*args, **kwargs)
+    finally:
+        _inside.pop()
+
+
+def rows_of(args, kwargs):
+    """Return a checksum for each row of the first tensor that a model is called with, or None."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    given = tree_leaves([args, kwargs])
+    first = next((x for x in given if isinstance(x, torch.Tensor) and x.dim()), None)
+    return None if first is None else facts.row_checksums(first)
+
+
+def load(function, module, args, kwargs):
+    """Weights are loaded into a model."""
+    facts.note("loaded", where=facts.where())
+    return function(*args, **kwargs)
+
+
+def names_of(parameters):
+    """Return the parameters' names in the models that were seen, or what they look like."""
+    known = {id(p): n for _, module, _ in _models.values() for n, p in module.named_parameters()}
+    others = (f"number {n} of shape {list(p.shape)}" for n, p in enumerate(parameters))
+    return [known.get(id(p), other) for p, other in zip(parameters, others, strict=True)]
+
+
+def note_states():
+    """Write down the models as they are now: at the end, or near it."""
+    from lockstep.watch import updates
+
+    owned = updates.owned()
+    for number, module, _ in list(_models.values()):
+        buffers = {name: facts.checksum(b) for name, b in module.named_buffers()}
+        named = list(module.named_parameters())
+        unowned = [name for name, p in named if p.requires_grad and id(p) not in owned]
+        sums = [facts.checksum(p) for _, p in named]
+        facts.note("state", number_of=number, buffers=buffers, unowned=unowned, sums=sums)

@@ -1,0 +1,59 @@
+"""What a rank prints, saves and writes: files, the names in a checkpoint, TensorBoard."""
+
+import builtins
+import os
+import sys
+
+from lockstep.watch import facts
+from lockstep.watch.hooks import around
+
+_printed, _written = set(), set()
+
+
+def watch():
+    """Put the hooks in place."""
+    import torch
+
+    around(builtins, "print", say)
+    around(torch, "save", save)
+    sys.addaudithook(heard)
+
+
+def say(function, instance, args, kwargs):
+    """A line is printed."""
+    place = facts.where()
+    if place and place not in _printed and kwargs.get("file") in (None, sys.stdout):
+        _printed.add(place)
+        facts.note("print", where=place)
+    return function(*args, **kwargs)
+
+
+def save(function, instance, args, kwargs):
+    """Something is saved: where to, and do its names begin with "module."?"""
+    given = dict(zip(("obj", "f"), args, strict=False)) | kwargs
+    thing, file = given["obj"], given["f"]
+    path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else None
+    inside = [thing, *thing.values()] if isinstance(thing, dict) else []
+    keys = [key for one in inside if isinstance(one, dict) for key in one]
+    prefix = any(isinstance(key, str) and key.startswith("module.") for key in keys)
+    facts.note("save", path=path, prefix=prefix, where=facts.where())
+    return function(*args, **kwargs)
+
+
+def heard(event, args):
+    """Python tells that something happens: here, that a file is opened."""
+    if event != "open" or not isinstance(args[0], str) or facts.process["rank"] is None:
+        return
+    path, _, flags = args
+    writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else 0
+    path = os.path.abspath(path)
+    if (
+        not writes
+        or path in _written
+        or path.startswith((facts.settings["folder"], "/dev", "/proc"))
+    ):
+        return
+    _written.add(path)
+    place = facts.where()
+    if place:
+        facts.note("write", path=path, where=place)

@@ -1,0 +1,136 @@
+"""Reads the facts that all processes of a script have left, rank by rank."""
+
+import functools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+
+class Rank:
+    """What one rank did, in order: its epochs, forwards, updates, calls, and how it ended."""
+
+    def __init__(self, events, stack=""):
+        self.events, self.stack = events, stack
+        self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
+        self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
+        self.drawn, self.group, self.error, self.ended = [], None, None, None
+        self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
+        self._rows, self._past = [], []  # since the last update
+        for number, event in enumerate(events):
+            event["number"] = number
+            take = getattr(self, f"take_{event['what']}", None)
+            if take:
+                take(event)
+
+    def take_epoch(self, event):
+        event |= {"batches": [], "trains": False, "over": False}
+        self._open[event["loader"], event["epoch"]] = event
+        self.epochs.append(event)
+
+    def take_batch(self, event):
+        self._last = self._open[event["loader"], event["epoch"]]
+        self._last["batches"].append(event["rows"])
+        self.forwards.append(event)
+
+    def take_ended(self, event):
+        self._open[event["loader"], event["epoch"]]["over"] = True
+
+    def take_forward(self, event):
+        event["epoch"] = self._last
+        self.forwards.append(event)
+        if event["train"] and event["grad"]:
+            self._rows.append(event["rows"])
+            self._past += [event["where"]] if event["past"] else []
+
+    def take_update(self, event):
+        trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]
+        event |= {"past": self._past, "mode": trained[-1]["train"] if trained else None}
+        self._rows, self._past = [], []
+        if self._last:
+            self._last["trains"] = True
+        self.updates.append(event)
+
+    def take_call(self, event):
+        self.calls.append(event)
+
+    def take_model(self, event):
+        self.models[event["number_of"]] = event
+
+    def take_wrapped(self, event):
+        self.wrapped[event["number_of"]] = event
+
+    def take_optimizer(self, event):
+        self.optimizers[event["number_of"]] = event
+
+    def take_state(self, event):
+        self.states[event["number_of"]] = event
+
+    def take_drawn(self, event):
+        self.drawn.append(event)
+
+    def take_group(self, event):
+        self.group = event
+
+    def take_error(self, event):
+        self.error = event
+
+    def take_end(self, event):
+        self.ended = "end"
+
+    def take_enough(self, event):
+        self.ended = "enough"
+
+    def of(self, what):
+        """Return all events of one kind."""
+        return [event for event in self.events if event["what"] == what]
+
+    def names(self, update):
+        """Return the names of the parameters of an update."""
+        return self.optimizers[update["optimizer"]]["names"]
+
+    @functools.cached_property
+    def seen(self):
+        """Return {loader: {row: [checksums of what the model got, checksums of its label]}}."""
+        found, batch, shown = defaultdict(lambda: defaultdict(lambda: [set(), set()])), None, []
+        for event in self.forwards:
+            if event["what"] == "batch":
+                batch, shown = event, []
+                for row, mark in zip(event["rows"] or [], event["marks"] or [], strict=False):
+                    found[event["loader"]][row][1].add(mark)
+            elif batch and batch["rows"] and event["rows"]:
+                shown += event["rows"]
+                if len(shown) == len(batch["rows"]):
+                    for row, content in zip(batch["rows"], shown, strict=True):
+                        found[batch["loader"]][row][0].add(content)
+                    batch = None
+        return found
+
+
+def read(folder, by_torchrun):
+    """Return the jobs of a run, each {rank: Rank}, in order: a script may start ranks twice."""
+    ranks, workers = [], defaultdict(list)
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        start = events[0]
+        group = next((event for event in events if event["what"] == "group"), None)
+        if group:
+            rank = group["rank"]
+        elif start["child_of"] is not None:
+            workers[start["child_of"]] += events  # a loader's worker
+            continue
+        elif start["RANK"] and by_torchrun:
+            rank = int(start["RANK"])
+        elif any(event["what"] in ("update", "forward") for event in events):
+            rank = 0  # a script of one process
+        else:
+            continue  # the process that has started the ranks
+        stack = path.with_suffix(".stack")
+        ranks.append((start["at"], rank, events, stack.read_text() if stack.exists() else ""))
+    jobs = []
+    for _, rank, events, stack in sorted(ranks, key=lambda one: one[:2]):
+        job = next((job for job in jobs if rank not in job), None)
+        if job is None:
+            jobs.append(job := {})
+        job[rank] = Rank(events, stack)
+        job[rank].drawn += [event for event in workers[rank] if event["what"] == "drawn"]
+    return [dict(sorted(job.items())) for job in jobs]

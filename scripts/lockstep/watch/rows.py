@@ -1,0 +1,162 @@
+"""Which rows each DataLoader is asked for, epoch by epoch; what is drawn while rows are read."""
+
+import contextlib
+import itertools
+import random
+import sys
+import weakref
+import zlib
+from collections import deque
+
+from lockstep.watch import facts
+from lockstep.watch.hooks import around
+
+_loaders = {}  # (line, id of the data): [number, how often it has begun, the data]
+_numbers = itertools.count()
+_looks = []  # at reading rows: a few are enough
+
+
+def watch():
+    """Put the hooks in place."""
+    from torch.utils.data import dataloader
+    from torch.utils.data._utils import fetch
+
+    iterator = dataloader._BaseDataLoaderIter
+    around(dataloader.DataLoader, "__init__", make)
+    around(dataloader.DataLoader, "__iter__", begin)
+    around(iterator, "__init__", prepare)
+    around(iterator, "_reset", prepare)
+    around(iterator, "_next_index", ask)
+    around(iterator, "__next__", deliver)
+    around(fetch._MapDatasetFetcher, "fetch", read)
+    around(fetch._IterableDatasetFetcher, "fetch", read)
+
+
+def make(init, loader, args, kwargs):
+    """A DataLoader is made: at which line?"""
+    init(*args, **kwargs)
+    loader.__dict__["_made_at"] = facts.where()
+
+
+def begin(iterate, loader, args, kwargs):
+    """An epoch begins."""
+    from torch.utils.data import IterableDataset
+
+    place = loader.__dict__.get("_made_at") or facts.where()
+    known = number_of(place, loader.dataset)
+    known[1] += 1
+    loader.__dict__["_epoch_now"] = known[0], known[1]
+    sampler, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
+    sampler = sampler or loader.sampler
+    about = {"sampler": type(sampler).__name__, "shuffle": getattr(sampler, "shuffle", None)}
+    about |= {"replaces": bool(getattr(sampler, "replacement", False))}
+    about |= {"replicas": getattr(sampler, "num_replicas", None), "rows": None}
+    with contextlib.suppress(TypeError, NotImplementedError):
+        about["rows"] = len(data)
+    about |= {"part": part_of(data), "iterable": isinstance(data, IterableDataset)}
+    about |= {"workers": loader.num_workers, "drop_last": loader.drop_last}
+    facts.note("epoch", loader=known[0], epoch=known[1], where=place, **about)
+    return iterate()
+
+
+def number_of(place, data):
+    """Return what is known of a loader; one that is made anew for each epoch is the same."""
+    found = _loaders.get((place, id(data)))
+    if found is None or found[2]() is not data:
+        found = [next(_numbers), -1, reference(data)]
+        _loaders[place, id(data)] = found
+    return found
+
+
+def reference(data):
+    """Return a function that returns the data, without keeping it alive where that is possible."""
+    try:
+        return weakref.ref(data)
+    except TypeError:  # a list, for example
+        return lambda: data
+
+
+def part_of(data):
+    """Return a number for the rows of which a Subset consists; None for another data set."""
+    from torch.utils.data import Subset
+
+    return zlib.crc32(repr(list(data.indices)).encode()) if type(data) is Subset else None
+
+
+def prepare(function, iterator, args, kwargs):
+    """An iterator over a loader starts, or starts again."""
+    iterator._asked = deque()
+    loader = args[0] if args else kwargs["loader"]
+    iterator._epoch_now = loader.__dict__["_epoch_now"]
+    return function(*args, **kwargs)
+
+
+def ask(function, iterator, args, kwargs):
+    """The loader asks for the rows of a batch."""
+    index = function()
+    iterator._asked.append(index)
+    return index
+
+
+def deliver(function, iterator, args, kwargs):
+    """The loader hands over a batch."""
+    loader, epoch = iterator._epoch_now
+    try:
+        batch = function()
+    except StopIteration:
+        facts.note("ended", loader=loader, epoch=epoch)
+        raise
+    index = iterator._asked.popleft() if iterator._asked else None
+    index = list(index) if isinstance(index, list | tuple) else [index]
+    known = all(isinstance(one, int) for one in index)
+    marks = marks_of(batch, len(index)) if known else None
+    rows = [number_in_whole(iterator._dataset, one) for one in index] if known else None
+    facts.note("batch", loader=loader, epoch=epoch, rows=rows, marks=marks)
+    return batch
+
+
+def number_in_whole(data, row):
+    """Return the number of a row in the data set of which `data` is a Subset of a Subset."""
+    from torch.utils.data import Subset
+
+    while type(data) is Subset:
+        data, row = data.dataset, data.indices[row]
+    return int(row)
+
+
+def marks_of(batch, count):
+    """Return a checksum of each row's label: of the last tensor with so many rows; or None."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    fitting = [x for x in leaves if len(x) == count]
+    return facts.row_checksums(fitting[-1]) if fitting else None
+
+
+def read(fetch, fetcher, args, kwargs):
+    """Rows are read, here or in a worker: does that draw random numbers, and which?"""
+    if len(_looks) >= 2:
+        return fetch(*args, **kwargs)
+    _looks.append(True)
+    import torch
+
+    before = states()
+    batch = fetch(*args, **kwargs)
+    after = states()
+    drawn = {source: state for source, state in before.items() if after[source] != state}
+    if drawn:
+        worker = torch.utils.data.get_worker_info() is not None
+        facts.note("drawn", states=drawn, worker=worker)
+    return batch
+
+
+def states():
+    """Return {source of random numbers: a number for its state}."""
+    import torch
+
+    found = {"torch": facts.checksum(torch.default_generator.get_state())}
+    found["random"] = zlib.crc32(repr(random.getstate()).encode())
+    if "numpy" in sys.modules:
+        found["numpy"] = zlib.crc32(repr(sys.modules["numpy"].random.get_state()).encode())
+    return found

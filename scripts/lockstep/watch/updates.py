@@ -1,0 +1,200 @@
+"""Every update of every optimizer: gradients, parameters and settings, before and after."""
+
+import functools
+import os
+import sys
+import time
+
+from lockstep.watch import facts, models
+from lockstep.watch.hooks import around
+
+_optimizers = {}  # id: {number, optimizer, parameters, where, ...}
+_own = {}  # id of a parameter: what backward() has handed it on this rank since it was cleared
+_backwards = []  # since the last update: [line, whether no_sync() was on]
+_clipped = []  # since the last update: lines
+_unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
+_made = []  # optimizers, in the order of their updates
+
+
+def watch():
+    """Put the hooks in place."""
+    import torch
+    from torch.optim import optimizer
+
+    optimizer.register_optimizer_step_pre_hook(before)
+    optimizer.register_optimizer_step_post_hook(after)
+    around(torch.optim.Optimizer, "add_param_group", add)
+    around(torch.optim.Optimizer, "zero_grad", clear)
+    around(torch.nn.Module, "zero_grad", clear)
+    around(torch.autograd, "backward", backward)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        around(torch.nn.utils, name, clip)
+
+
+def owned():
+    """Return the ids of all parameters that an optimizer has."""
+    return {id(p) for known in _optimizers.values() for p in known["parameters"]}
+
+
+# --- Gradients, as they come ---
+
+
+def backward(function, instance, args, kwargs):
+    """backward() is called."""
+    silent = any(not ddp.require_backward_grad_sync for ddp in models.replicas)
+    _backwards.append([facts.where(), silent])
+    return function(*args, **kwargs)
+
+
+def clip(function, instance, args, kwargs):
+    """Gradients are clipped."""
+    import torch
+
+    _clipped.append(facts.where())
+    given = args[0] if args else kwargs["parameters"]
+    given = [given] if isinstance(given, torch.Tensor) else list(given)
+    for p in given:
+        if p.grad is not None and id(p) not in _unclipped:
+            _unclipped[id(p)] = facts.projection(p.grad)
+    args = (given, *args[1:])  # it may have been a generator
+    kwargs.pop("parameters", None)
+    return function(*args, **kwargs)
+
+
+def clear(function, owner, args, kwargs):
+    """Gradients are set to zero, or to None."""
+    result = function(*args, **kwargs)
+    groups = getattr(owner, "param_groups", None)
+    for p in [p for g in groups for p in g["params"]] if groups else owner.parameters():
+        if id(p) in _own:
+            _own[id(p)] |= nothing_yet()
+    return result
+
+
+def nothing_yet():
+    """Return what a parameter has got since its gradient was cleared: nothing."""
+    return {"sum": 0.0, "norm": 0.0, "carried": False}
+
+
+def on_gradient(p, gradient):
+    """A backward of this rank hands a parameter its gradient, before anything is averaged."""
+    import torch
+
+    own = _own[id(p)]
+    with torch.no_grad():
+        if p.grad is None:
+            own |= nothing_yet()
+        elif own["fresh"]:
+            own["carried"] = bool(facts.flat(p.grad).any())
+        own["fresh"] = False
+        own["sum"] += facts.projection(gradient)
+        own["norm"] += facts.norm(gradient)
+
+
+# --- Optimizers ---
+
+
+def add(function, optimizer, args, kwargs):
+    """An optimizer is made, or gets more parameters."""
+    result = function(*args, **kwargs)
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    known = _optimizers.setdefault(id(optimizer), {"number": len(_optimizers), "made": 0})
+    known |= {"optimizer": optimizer, "parameters": found, "where": facts.where(), "told": False}
+    for p in found:
+        if p.requires_grad and p.is_leaf and id(p) not in _own:
+            _own[id(p)] = nothing_yet() | {"fresh": True}
+            p.register_hook(functools.partial(on_gradient, p))
+    return result
+
+
+def tell_of(known):
+    """Write down what an optimizer has, at its first update."""
+    known["told"] = True
+    found = known["parameters"]
+    about = {"names": models.names_of(found), "type": type(known["optimizer"]).__name__}
+    about["kinds"] = [str(p.dtype).removeprefix("torch.") for p in found]
+    about["wanted"] = [p.requires_grad for p in found]
+    about["sharded"] = any(hasattr(p, "to_local") for p in found)
+    facts.note("optimizer", number_of=known["number"], where=known["where"], **about)
+
+
+def settings(optimizer):
+    """Return the settings of each group of parameters: learning rate, weight decay and so on."""
+    import torch
+
+    simple = int | float | bool | tuple | list
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = [
+        {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+        for group in groups
+    ]
+    return [{k: v for k, v in group.items() if isinstance(v, simple)} for group in groups]
+
+
+def before(optimizer, args, kwargs):
+    """An update begins."""
+    import torch
+
+    known = _optimizers[id(optimizer)]
+    if not known["told"]:
+        tell_of(known)
+    with torch.no_grad():
+        found = known["parameters"]
+        grads = [p.grad for p in found]
+        own = [_own.get(id(p), nothing_yet()) for p in found]
+        known["now"] = {
+            "grads": [facts.checksum(g) for g in grads],
+            "means": [None if g is None else facts.projection(g) for g in grads],
+            "unclipped": [_unclipped.get(id(p)) for p in found],
+            "norms": [None if g is None else facts.norm(g) for g in grads],
+            "own": [one["sum"] for one in own],
+            "own_norms": [one["norm"] for one in own],
+            "carried": any(one["carried"] for one in own),
+            "before": [facts.checksum(p) for p in found],
+            "settings": settings(optimizer),
+            "where": facts.where(),
+            "backwards": _backwards[:],
+            "clipped": _clipped[:],
+        }
+
+
+def after(optimizer, args, kwargs):
+    """An update is made."""
+    known = _optimizers[id(optimizer)]
+    sums = [facts.checksum(p) for p in known["parameters"]]
+    facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
+    _backwards.clear()
+    _clipped.clear()
+    _unclipped.clear()
+    known["made"] += 1
+    for p in known["parameters"]:
+        if id(p) in _own:
+            _own[id(p)]["fresh"] = True
+    most = facts.settings["updates"]
+    if most and known["made"] >= most:
+        leave()
+
+
+def leave():
+    """End this rank: it has made as many updates as were asked for."""
+    models.note_states()
+    facts.note("enough")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    wait_for_the_others()
+    os._exit(0)
+
+
+def wait_for_the_others(seconds=5):
+    """Wait until all ranks have made as many: they may still need what we have sent."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    folder, world = facts.settings["folder"], dist.get_world_size()
+    open(os.path.join(folder, f"enough_{dist.get_rank()}"), "w").close()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if all(os.path.exists(os.path.join(folder, f"enough_{r}")) for r in range(world)):
+            return
+        time.sleep(0.02)

@@ -1,0 +1,119 @@
+"""The command `check`, as it is typed: how scripts start, what it says, and what it leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT
+
+WATCHED = ROOT / "tests" / "watched"
+COMMAND = [sys.executable, ROOT / "scripts" / "lockstep", "check"]
+
+
+def check(*arguments, cwd=None):
+    """Call the command; return (exit code, stdout, stderr)."""
+    command = list(map(str, [*COMMAND, *arguments]))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, stdin=subprocess.PIPE)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_that_starts_its_own_ranks(tmp_path):
+    text = (WATCHED / "spawn.py").read_text().replace("sampler.set_epoch(epoch)", "pass")
+    (tmp_path / "train.py").write_text(text)
+    code, stdout, stderr = check("--json", tmp_path / "train.py", tmp_path)
+    report = json.loads(stdout)
+    assert (code, stderr, report["started_by"], report["ranks"]) == (0, "", "python", [[0, 1]])
+    assert [one["kind"] for one in report["findings"]] == ["order repeats"]
+    line = text.splitlines()[int(report["findings"][0]["place"].partition(":")[2]) - 1]
+    assert "DataLoader(data" in line
+
+
+def test_a_script_for_gpus_runs_on_the_cpu():
+    script = WATCHED / "for_gpus.py"
+    code, stdout, stderr = check("--nproc", 2, script, "--nproc", "of the script")
+    assert (code, stderr) == (0, "")
+    assert "GPUs were played by the CPU, nccl by gloo" in stdout
+    assert "probably not meant: epoch 1 has the order of epoch 0" in stdout
+    assert "wrong" not in stdout.lower().replace("nothing is wrong", "")
+
+
+def test_the_old_launcher_hands_over_a_flag(tmp_path):
+    script = tmp_path / "old.py"
+    head = "import argparse\nparser = argparse.ArgumentParser()\n"
+    head += 'parser.add_argument("--local-rank", type=int)\n'
+    head += "assert parser.parse_args().local_rank in (0, 1)\n"
+    script.write_text(head + (WATCHED / "by_hand.py").read_text())
+    code, stdout, _ = check("--updates", 3, script)
+    assert code == 0 and "2 ranks, started by launch, 3 updates" in stdout
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("no_such.py", None, "there is no file"),
+        ("page.ipynb", "{}", "is a notebook"),
+        ("broken.py", "for\n", "is no Python: line 1"),
+        ("missing.py", "import torch\nimport no_such_package\n", "No module named 'no_such_pack"),
+    ],
+)
+def test_bad_input_costs_one_line(name, text, words, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, stderr = check(name, cwd=tmp_path)
+    assert code == 2
+    assert words in stderr and len(stderr.splitlines()) == 1, stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {name}
+
+
+def test_a_folder_and_bad_flags_start_nothing(tmp_path):
+    for arguments, words in (
+        ([tmp_path], "is a folder"),
+        (["--nproc", "0", "x.py"], "--nproc"),
+        (["--no-such-flag", "x.py"], "--no-such-flag"),
+        ([], "script"),
+    ):
+        code, stdout, stderr = check(*arguments, cwd=tmp_path)
+        assert (code, stdout) == (2, "") and words in stderr and len(stderr.splitlines()) == 1
+
+
+def test_an_interrupt_leaves_nothing(tmp_path):
+    script = tmp_path / "waits.py"
+    text = (WATCHED / "by_hand.py").read_text()
+    script.write_text(text.replace("dist.destroy_process_group()", "import time\ntime.sleep(1000)"))
+    before = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    command = list(map(str, [*COMMAND, "--updates", "0", script]))
+    process = subprocess.Popen(command, env=before, stderr=subprocess.PIPE, text=True)
+    facts = tmp_path / "tmp"
+    while len(list(facts.glob("lockstep_check_*/*.stack"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    ours = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+    assert process.returncode == 130 and "interrupted" in stderr
+    psutil.wait_procs(ours, timeout=60)
+    assert not [one for one in ours if one.is_running() and one.status() != "zombie"]
+    assert list(facts.iterdir()) == []
+
+
+def test_a_hang_names_who_waits_where(tmp_path):
+    script = tmp_path / "train.py"
+    text = (WATCHED / "by_hand.py").read_text()
+    script.write_text(
+        text.replace(
+            "        optimizer.step()\n",
+            ("        optimizer.step()\n        if rank == 1:\n            dist.barrier()\n"),
+        )
+    )
+    code, stdout, _ = check("--patience", 5, "--json", script)
+    (finding,) = [one for one in json.loads(stdout)["findings"] if one["kind"] == "hang"]
+    line = 1 + script.read_text().splitlines().index("            dist.barrier()")
+    assert code == 1
+    assert f"rank 1 waits in barrier at train.py:{line}" in finding["text"]
+    assert "rank 0 waits in all_reduce at train.py:" in finding["text"]

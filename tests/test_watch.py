@@ -1,0 +1,117 @@
+"""The instrument names each fault of a table, and calls nothing wrong in scripts that are right.
+
+The ranks are forks of one process that has torch (warm_check.py): a fault takes half a second.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from watched.faults import CLEAN, FAULTS
+
+WATCHED = Path(__file__).with_name("watched")
+
+
+@pytest.fixture(scope="module")
+def check():
+    """Return a function: check(path, *flags) is what the check says of a script, as a dict."""
+    command = [sys.executable, ROOT / "tests" / "warm_check.py"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+
+        def ask(*arguments):
+            print(json.dumps([str(one) for one in arguments]), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+def edited(folder, script, edits):
+    """Return the path of a script with edits, in an own folder."""
+    text = (WATCHED / script).read_text()
+    for old, new in edits.items():
+        assert old in text, f"{script} has no {old!r}"
+        text = text.replace(old, new, 1)
+    path = folder / script
+    path.write_text(text)
+    return path
+
+
+def line_of(path, place):
+    """Return the text of a line such as "train.py:41"; "" if no line is named."""
+    if place is None:
+        return ""
+    name, _, number = place.rpartition(":")
+    assert name == path.name
+    return path.read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_line(name, check, tmp_path):
+    script, edits, kind, strength, words = FAULTS[name]
+    path = edited(tmp_path, script, edits)
+    patience = 3 if "hang" in kind else 60
+    report = check("--patience", patience, path, tmp_path)
+    named = [
+        one
+        for one in report["findings"]
+        if re.fullmatch(kind, one["kind"])
+        and one["strength"] == strength
+        and words in line_of(path, one["place"])
+    ]
+    assert named, report["findings"]
+    wrong = any(one["strength"] == "wrong" for one in report["findings"])
+    assert report["exit_code"] == (1 if wrong else 0)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_called_wrong_where_nothing_is(name, check, tmp_path):
+    path = edited(tmp_path, *CLEAN[name])
+    report = check(path, tmp_path)
+    assert report["exit_code"] == 0, report["findings"]
+    assert not [one for one in report["findings"] if one["strength"] == "wrong"]
+    assert max(map(max, report["updates"])) > 0
+    if name.startswith("as they are"):
+        assert report["findings"] == []
+
+
+ONE_PROCESS = """
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 3)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("import torch\ninput('how many epochs? ')\n", "EOFError: EOF when reading a line"),
+        ("import torch\nprint('hello')\n", "made an update: there is nothing to compare"),
+        ("import torch\n\nraise ValueError('too small')\n", "ValueError: too small, at train.py:3"),
+        (ONE_PROCESS, "it trains in one process, and joins no group"),
+    ],
+)
+def test_a_script_that_cannot_be_checked_costs_one_line(text, words, check, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    report = check(path)
+    assert report["exit_code"] == 2 and words in report["stderr"]
+    assert len(report["stderr"].splitlines()) == 1
+
+
+def test_each_kind_of_finding_is_in_the_table_of_faults_and_on_the_page():
+    from lockstep.watch.findings import KINDS
+
+    wanted = {word for _, _, kind, _, _ in FAULTS.values() for word in kind.split("|")}
+    page = (ROOT / "docs" / "check.md").read_text()
+    for kind, (_, lesson) in KINDS.items():
+        assert f"| {kind} |" in page, kind
+        assert kind in wanted, kind
+        assert list((ROOT / "lessons").glob(f"lesson_{lesson}_*.py"))

@@ -1,0 +1,679 @@
+"""Faults, each an edit of a clean script, and what the check must say of them.
+
+FAULTS = {name: (script, {text: text in its place}, kind, strength, words in the named line)}
+"a|b" are two kinds, of which one must come; "" are the words where no line is asked for.
+"""
+
+WRONG, NOT_MEANT, TO_KNOW = "wrong", "probably not meant", "to know"
+D, H, S, N, F = "ddp.py", "by_hand.py", "stream.py", "noisy.py", "shard.py"
+
+SAMPLER = "DataLoader(data, 8, sampler=sampler)"
+NO_EPOCH = {"sampler.set_epoch(epoch)": "pass"}
+STEP = "            optimizer.step()\n            schedule"
+REDUCE = "    dist.all_reduce(right)\n"
+SUM = "            parameter.grad /= world_size\n"
+OTHER = "    other = torch.ones(2)\n"
+SWAPPED = OTHER + (
+    "    if rank == 0:\n        dist.all_reduce(other)\n        dist.all_reduce(right)\n"
+    "    else:\n        dist.all_reduce(right)\n        dist.all_reduce(other)\n"
+)
+SKIP = (
+    "            if rank == 0 or epoch == 0 or len(rows) == 8:\n                optimizer.step()\n"
+)
+HALF = (
+    "    if rank == 0:\n        model.load_state_dict("
+    "{k: v / 2 for k, v in model.state_dict().items()})\n    optimizer = torch"
+)
+ONE_PART = "rows.chunk(1), labels.chunk(1)"
+PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
+
+FAULTS = {
+    # --- Rows ---
+    "no sampler": (
+        D,
+        {SAMPLER: "DataLoader(data, 8, shuffle=True)"} | NO_EPOCH,
+        "all rows on each rank",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "no sampler, one seed": (
+        D,
+        {SAMPLER: "DataLoader(data, 8, shuffle=True)", "manual_seed(rank)": "manual_seed(0)"}
+        | NO_EPOCH,
+        "same rows",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "no sampler, not shuffled": (
+        D,
+        {SAMPLER: "DataLoader(data, 8)"} | NO_EPOCH,
+        "same rows",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "no sampler, with shards": (
+        F,
+        {SAMPLER: "DataLoader(data, 8)"} | NO_EPOCH,
+        "same rows",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "sampler of one replica": (
+        D,
+        {"DistributedSampler(data)": "DistributedSampler(data, num_replicas=1, rank=0)"},
+        "same rows",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "every rank says it is rank 0": (
+        D,
+        {"DistributedSampler(data)": "DistributedSampler(data, num_replicas=2, rank=0)"},
+        "same rows",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "a sampler seed for each rank": (
+        D,
+        {"DistributedSampler(data)": "DistributedSampler(data, seed=rank)"},
+        "rows twice",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "no set_epoch": (D, NO_EPOCH, "order repeats", NOT_MEANT, "DataLoader(data"),
+    "no set_epoch, by hand": (H, NO_EPOCH, "order repeats", NOT_MEANT, "DataLoader(data"),
+    "set_epoch once": (
+        D,
+        {"sampler.set_epoch(epoch)": "sampler.set_epoch(1)"},
+        "order repeats",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "not shuffled": (
+        D,
+        {"DistributedSampler(data)": "DistributedSampler(data, shuffle=False)"},
+        "not shuffled",
+        TO_KNOW,
+        "DataLoader(data",
+    ),
+    "drop_last": (
+        D,
+        {SAMPLER: "DataLoader(data, 8, sampler=sampler, drop_last=True)"},
+        "rows left out",
+        TO_KNOW,
+        "DataLoader(data",
+    ),
+    "data of its own": (
+        D,
+        {"make_data(0)": "make_data(rank)"},
+        "other data",
+        WRONG,
+        "DataLoader(d",
+    ),
+    "random data without a seed": (
+        H,
+        {"torch.manual_seed(0)": "torch.manual_seed(rank)"},
+        "other data",
+        WRONG,
+        "DataLoader(data",
+    ),
+    "uneven rows": (
+        D,
+        {SAMPLER: "DataLoader(Subset(data, range(rank, 83, 2)), 8, shuffle=True)"} | NO_EPOCH,
+        "uneven rows",
+        TO_KNOW,
+        "DataLoader(Subset",
+    ),
+    "an epoch left early": (
+        D,
+        {"schedule.step()": "schedule.step()\n            if epoch == 0:\n                break"},
+        "epoch left early",
+        TO_KNOW,
+        "DataLoader(data",
+    ),
+    "a stream not split by rank": (
+        S,
+        {"rank * worker.num_workers + worker.id, world_size *": "worker.id,"},
+        "same rows",
+        WRONG,
+        "DataLoader(Stream",
+    ),
+    "a stream not split by worker": (
+        S,
+        {
+            "rank * worker.num_workers + worker.id, world_size * worker.num_workers": (
+                "rank, world_size"
+            )
+        },
+        "workers repeat rows",
+        WRONG,
+        "DataLoader(Stream",
+    ),
+    # --- Gradients ---
+    "no DDP": (
+        D,
+        {
+            "DistributedDataParallel(model)": "model",
+            "contextlib.nullcontext() if last else replica.no_sync()": "contextlib.nullcontext()",
+            REDUCE: "",
+            "    dist.barrier()\n": "",
+        },
+        "no exchange",
+        WRONG,
+        "loss.backward",
+    ),
+    "past DDP": (D, {"replica(inputs)": "model(inputs)"}, "past DDP", WRONG, "model(inputs)"),
+    "no_sync to the end": (
+        D,
+        {"last = number == len(parts)": "last = False"},
+        "no_sync",
+        WRONG,
+        "loss.backward",
+    ),
+    "only the first part is sent": (
+        D,
+        {"last = number == len(parts)": "last = number == 1"},
+        "no_sync",
+        WRONG,
+        "loss.backward",
+    ),
+    "a gradient changed on one rank": (
+        D,
+        {STEP: "            if rank == 1: model[0].weight.grad.mul_(1.1)\n" + STEP},
+        "gradients differ",
+        WRONG,
+        "optimizer.step",
+    ),
+    "clipped by each rank's loss": (
+        D,
+        {STEP: "            nn.utils.clip_grad_norm_(model.parameters(), float(loss))\n" + STEP},
+        "gradients differ",
+        WRONG,
+        "optimizer.step",
+    ),
+    "the sum, not the mean": (H, {SUM: ""}, "sum of gradients", NOT_MEANT, "optimizer.step"),
+    "one gradient stays": (
+        H,
+        {
+            "for parameter in model.parameters():\n            dist.all": (
+                "for parameter in list(model.parameters())[:-1]:\n            dist.all"
+            )
+        },
+        "no exchange",
+        NOT_MEANT,
+        "loss.backward",
+    ),
+    "nothing is averaged, by hand": (
+        H,
+        {"            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n"},
+        "no exchange",
+        NOT_MEANT,
+        "loss.backward",
+    ),
+    "one rank weighs more": (
+        H,
+        {
+            "        loss.backward()\n": "        (loss * (1 + rank)).backward()\n"
+            "        for parameter in model.parameters():\n"
+            "            parameter.grad.mul_(1 - 0.5 * rank)\n",
+            "dist.all_reduce(parameter.grad)": "dist.all_reduce(parameter.grad.mul_(1.5 - rank))",
+        },
+        "not the mean",
+        TO_KNOW,
+        "optimizer.step",
+    ),
+    "clipped before the average": (
+        H,
+        {
+            "        loss.backward()\n": "        loss.backward()\n"
+            "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        },
+        "clipped too early",
+        NOT_MEANT,
+        "clip_grad_norm_",
+    ),
+    "no zero_grad": (
+        D,
+        {"optimizer.zero_grad()": "pass"},
+        "gradients pile up",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "no zero_grad, by hand": (
+        H,
+        {"optimizer.zero_grad()": "pass"},
+        "gradients pile up",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    # --- Replicas ---
+    "init_sync off": (
+        D,
+        {"DistributedDataParallel(model)": "DistributedDataParallel(model, init_sync=False)"},
+        "replicas start apart",
+        WRONG,
+        "DistributedDataParallel(",
+    ),
+    "not sent at the start": (
+        H,
+        {
+            "for parameter in model.parameters():\n    dist.broadcast(parameter.data, 0)": (
+                "with torch.no_grad():\n    model[0].weight += rank"
+            )
+        },
+        "replicas start apart",
+        WRONG,
+        "optimizer.step",
+    ),
+    "loaded on rank 0 only": (
+        D,
+        {"    optimizer = torch": HALF},
+        "replicas differ",
+        WRONG,
+        "optimizer.step",
+    ),
+    "one rank skips an update": (
+        D,
+        {STEP: SKIP + "            schedule"},
+        "unequal updates",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "changed by something else": (
+        D,
+        {"schedule.step()": "schedule.step(); model[0].bias.data += 1e-4 * rank * epoch"},
+        "replicas differ",
+        WRONG,
+        "optimizer.step",
+    ),
+    "changed after the last update": (
+        D,
+        {
+            "    if rank == 0:\n        torch.save": (
+                "    model[0].bias.data += rank\n    if rank == 0:\n        torch.save"
+            )
+        },
+        "replicas differ",
+        WRONG,
+        "optimizer.step",
+    ),
+    "a learning rate for each rank": (
+        D,
+        {"lr=0.1": "lr=0.1 * (1 + rank)"},
+        "settings differ",
+        WRONG,
+        "SGD(",
+    ),
+    "a schedule on rank 0": (
+        D,
+        {"            schedule.step()": "            rank or schedule.step()"},
+        "settings differ",
+        WRONG,
+        "SGD(",
+    ),
+    "a weight decay on rank 1": (
+        H,
+        {"lr=0.01)": "lr=0.01, weight_decay=0.1 * rank)"},
+        "settings differ",
+        WRONG,
+        "AdamW(",
+    ),
+    # --- What is trained ---
+    "a parameter left out": (
+        D,
+        {"SGD(model.parameters()": "SGD(list(model.parameters())[:-1]"},
+        "in no optimizer",
+        NOT_MEANT,
+        "SGD(",
+    ),
+    "an optimizer made before sharding": (
+        F,
+        {
+            "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n": "",
+            "for layer in (": (
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\nfor layer in ("
+            ),
+        },
+        "no gradient at all",
+        WRONG,
+        "optimizer.step",
+    ),
+    "a loss of one class": (
+        D,
+        {
+            "cross_entropy(replica(inputs), wanted": (
+                "cross_entropy(replica(inputs).sum(1, keepdim=True), 0 * wanted"
+            )
+        },
+        "no gradient at all",
+        WRONG,
+        "optimizer.step",
+    ),
+    "a layer that is not used": (
+        D,
+        {
+            "nn.Linear(16, 3))\n": "nn.Linear(16, 3))\n    model.spare = nn.Linear(1, 1)\n"
+            "    model.forward = lambda x: model[3](model[2](model[1](model[0](x))))\n",
+            "DistributedDataParallel(model)": (
+                "DistributedDataParallel(model, find_unused_parameters=True)"
+            ),
+        },
+        "never a gradient",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "a learning rate of zero": (
+        D,
+        {"lr=0.1": "lr=0.0"},
+        "never changes",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    # --- Modes and buffers ---
+    "BatchNorm, buffers sent": (
+        D,
+        {"nn.Dropout(0.1)": "nn.BatchNorm1d(16)", "rows.chunk(2), labels.chunk(2)": ONE_PART},
+        "buffers differ",
+        TO_KNOW,
+        "DistributedDataParallel(",
+    ),
+    "BatchNorm, not sent": (
+        D,
+        {
+            "nn.Dropout(0.1)": "nn.BatchNorm1d(16)",
+            "rows.chunk(2), labels.chunk(2)": ONE_PART,
+            "DistributedDataParallel(model)": (
+                "DistributedDataParallel(model, broadcast_buffers=False)"
+            ),
+        },
+        "buffers differ",
+        NOT_MEANT,
+        "DistributedDataParallel(",
+    ),
+    "train() forgotten": (
+        D,
+        {"    model.train()\n": ""},
+        "trains in eval mode",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "eval() forgotten": (
+        D,
+        {"    model.eval()\n": ""},
+        "tests in train mode",
+        NOT_MEANT,
+        "model(rows)",
+    ),
+    # --- Evaluation, output, random numbers ---
+    "an evaluation that fills up": (
+        D,
+        {"Subset(data, range(rank, len(data), world_size))": PADDED},
+        "rows tested twice",
+        NOT_MEANT,
+        "DataLoader(mine",
+    ),
+    "an evaluation with a sampler": (
+        D,
+        {
+            "DataLoader(mine, 8)": (
+                "DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))"
+            )
+        },
+        "rows tested twice",
+        NOT_MEANT,
+        "DataLoader(data, 8, sampler=D",
+    ),
+    "counts stay at home": (D, {REDUCE: ""}, "counts stay at home", NOT_MEANT, "DataLoader(mine"),
+    "both ranks save": (
+        D,
+        {"    if rank == 0:\n        torch.save": "    if True:\n        torch.save"},
+        "one file, several writers",
+        NOT_MEANT,
+        "torch.save",
+    ),
+    "module. in the names": (
+        D,
+        {"torch.save(model": "torch.save(replica"},
+        "module. in names",
+        TO_KNOW,
+        "torch.save",
+    ),
+    "all print": (
+        D,
+        {"        if rank == 0:\n            print(": "        if True:\n            print("},
+        "printed by several ranks",
+        TO_KNOW,
+        "print(",
+    ),
+    "the same dropout masks": (
+        D,
+        {"torch.manual_seed(rank)": "torch.manual_seed(0)"},
+        "same random numbers",
+        TO_KNOW,
+        "replica(inputs)",
+    ),
+    "the same noise on all ranks": (
+        N,
+        {"torch.manual_seed(rank)": "torch.manual_seed(0)"},
+        "same random numbers",
+        NOT_MEANT,
+        "DataLoader(Noisy",
+    ),
+    # --- Messages ---
+    "two messages swapped": (D, {REDUCE: SWAPPED}, "messages differ", NOT_MEANT, ""),
+    "one rank sends another shape": (
+        D,
+        {
+            REDUCE: REDUCE + "    dist.all_reduce(torch.ones(2 - 0 * rank)) if rank else "
+            "dist.broadcast(torch.ones(2), 0)\n"
+        },
+        "messages differ|hang",
+        WRONG,
+        "",
+    ),
+    "only rank 0 meets": (
+        D,
+        {
+            "        if rank == 0:\n            print(": (
+                "        if rank == 0:\n            dist.barrier()\n            print("
+            )
+        },
+        "hang|messages differ",
+        WRONG,
+        "",
+    ),
+    "a rank has more batches": (
+        D,
+        {"in loader:": "in list(loader)[rank:]:"},
+        "hang|messages differ",
+        WRONG,
+        "",
+    ),
+    # --- The group ---
+    "a world of its own": (
+        D,
+        {
+            'init_process_group("gloo")': (
+                'init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+            ),
+        },
+        "another world",
+        WRONG,
+        "init_process_group",
+    ),
+    "no group": (
+        N,
+        {
+            'dist.init_process_group("gloo")\nrank, world_size = dist.get_rank(), '
+            "dist.get_world_size()": "rank, world_size = 0, 2",
+            "DistributedSampler(Noisy())": "DistributedSampler(Noisy(), 2, rank)",
+            "DistributedDataParallel(nn.Linear(5, 1))": "nn.Linear(5, 1)",
+            "dist.destroy_process_group()": "pass",
+        },
+        "no group",
+        WRONG,
+        "",
+    ),
+}
+
+# Right ways to train, each an edit of a clean script: nothing may be called wrong.
+CLEAN = {
+    "as they are: DDP": (D, {}),
+    "as they are: by hand": (H, {}),
+    "as they are: a stream": (S, {}),
+    "as they are: noise": (N, {}),
+    "as they are: shards": (F, {}),
+    "frozen layers": (
+        D,
+        {
+            "    replica = D": "    model[0].requires_grad_(False)\n    replica = D",
+            "SGD(model.parameters()": "SGD((p for p in model.parameters() if p.requires_grad)",
+        },
+    ),
+    "two optimizers": (
+        D,
+        {
+            "SGD(model.parameters()": "SGD(model[3].parameters()",
+            "    schedule = ": (
+                "    second = torch.optim.AdamW(model[0].parameters())\n    schedule = "
+            ),
+            "zero_grad()": "zero_grad(), second.zero_grad()",
+            "optimizer.step()": "optimizer.step(), second.step()",
+        },
+    ),
+    "a batch sampler": (
+        D,
+        {
+            SAMPLER: "DataLoader(data, batch_sampler=torch.utils.data.BatchSampler("
+            "sampler, 8, drop_last=False))"
+        },
+    ),
+    "unequal rows, with join": (
+        D,
+        {
+            SAMPLER: "DataLoader(Subset(data, range(rank, 83 - 9 * rank, 2)), 8, shuffle=True)",
+            "sampler.set_epoch(epoch)": "joined = replica.join()",
+            "        for rows, labels in loader:": (
+                "        joined.__enter__()\n        for rows, labels in loader:"
+            ),
+            "        score =": "        joined.__exit__(None, None, None)\n        score =",
+        },
+    ),
+    "an average of the weights": (
+        D,
+        {
+            "    schedule = ": "    smooth = torch.optim.swa_utils.AveragedModel(model)\n"
+            "    schedule = ",
+            "schedule.step()": "schedule.step(), smooth.update_parameters(model)",
+            "score = evaluate(model": "score = evaluate(smooth",
+        },
+    ),
+    "each rank evaluates all rows": (
+        D,
+        {"Subset(data, range(rank, len(data), world_size))": "data", REDUCE: ""},
+    ),
+    "rank 0 alone evaluates": (
+        D,
+        {
+            "        score = evaluate(model, tests, rank, world_size)\n        if rank == 0:\n": (
+                "        if rank == 0:\n            score = evaluate(model, tests, 0, 1)\n"
+            ),
+            REDUCE: "",
+        },
+    ),
+    "mixed precision": (
+        D,
+        {
+            "                    loss = cross": (
+                '                    with torch.autocast("cpu", torch.bfloat16):\n'
+                "                        out = replica(inputs)\n"
+                "                    loss = cross"
+            ),
+            "cross_entropy(replica(inputs)": "cross_entropy(out.float()",
+        },
+    ),
+    "clipped after the average": (
+        D,
+        {STEP: "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n" + STEP},
+    ),
+    "a static graph": (
+        D,
+        {
+            "DistributedDataParallel(model)": "DistributedDataParallel(model, static_graph=True)",
+            "contextlib.nullcontext() if last else replica.no_sync()": "contextlib.nullcontext()",
+            "rows.chunk(2), labels.chunk(2)": ONE_PART,
+        },
+    ),
+    "main process first": (
+        D,
+        {
+            "    data, tests = ": "    if rank > 0:\n        dist.barrier()\n    data, tests = ",
+            "    sampler = D": "    if rank == 0:\n        dist.barrier()\n    sampler = D",
+        },
+    ),
+    "gathered for rank 0": (
+        D,
+        {
+            REDUCE: REDUCE + "    found = [None] * world_size if rank == 0 else None\n"
+            "    dist.gather_object(rank, found, dst=0)\n"
+        },
+    ),
+    "a group for each rank": (
+        D,
+        {
+            "    data, tests = ": "    groups = [dist.new_group([r]) for r in range(world_size)]\n"
+            "    dist.all_reduce(torch.ones(rank + 1), group=groups[rank])\n    data, tests = "
+        },
+    ),
+    "halves of a model": (
+        H,
+        {
+            "for parameter in model.parameters():\n    dist.broadcast(parameter.data, 0)": (
+                "torch.nn.init.normal_(model[0].weight, rank)"
+            ),
+            SAMPLER: "DataLoader(data, 8)",
+            "sampler.set_epoch(epoch)": "pass",
+            "mse_loss(model(inputs), targets)": (
+                "mse_loss(dist.nn.all_reduce(model(inputs)), targets)"
+            ),
+            "            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n",
+            "import torch.distributed as dist": (
+                "import torch.distributed as dist\nimport torch.distributed.nn"
+            ),
+        },
+    ),
+    "averaged now and then": (
+        H,
+        {
+            "            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n",
+            "        optimizer.step()\n": "        optimizer.step()\n"
+            "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.data)\n"
+            "            parameter.data /= world_size\n",
+        },
+    ),
+    "rows drawn with replacement": (
+        D,
+        {
+            SAMPLER: "DataLoader(data, 8, sampler=torch.utils.data.WeightedRandomSampler("
+            "torch.ones(83), 40))",
+            "sampler.set_epoch(epoch)": "pass",
+        },
+    ),
+    "a file of rows for each rank": (
+        D,
+        {
+            "make_data(0)": "make_data(rank)",
+            SAMPLER: "DataLoader(data, 8, shuffle=True)",
+            "sampler.set_epoch(epoch)": "pass",
+        },
+    ),
+    "the loss of all ranks' rows, added up": (
+        H,
+        {
+            "mse_loss(model(inputs), targets)": (
+                'mse_loss(model(inputs), targets, reduction="sum") / (len(inputs) * world_size)'
+            ),
+            SUM: "",
+        },
+    ),
+}
