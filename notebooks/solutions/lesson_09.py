@@ -33,6 +33,8 @@ def statistics_of_all_images(rank, world_size, images):
     Each rank hands in its own mean, squared distances from it, and count: 2C + 1 numbers.
     """
     values = images.transpose(0, 1).flatten(1)  # one row for each channel
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
     count = values.shape[1]
     mean = values.sum(1) / max(count, 1)
     squares = (values - mean[:, None]).square().sum(1)
@@ -42,7 +44,8 @@ def statistics_of_all_images(rank, world_size, images):
     means, squares, counts = torch.stack(everyone).tensor_split((len(mean), -1), dim=1)
     count = counts.sum()
     mean = (counts * means).sum(0) / count
-    return mean, (squares + counts * (means - mean).square()).sum(0) / count
+    variance = (squares + counts * (means - mean).square()).sum(0) / count
+    return mean.to(images.dtype), variance.to(images.dtype)
 
 
 # Name: (images on rank 0, mean of each channel, type, height and width, tolerance).
@@ -64,6 +67,8 @@ CASES = {
         (4, 2),
         1e-3,
     ),
+    "float16, and sums above 65,504": (2, (100, 50, -100), torch.float16, (20, 20), 1e-3),
+    "bfloat16, and thousands of pixels": (2, (100, 10, 0), torch.bfloat16, (20, 20), 8e-3),
 }
 
 

@@ -8,8 +8,38 @@ from torch.distributed._functional_collectives import all_reduce
 # --- Task 2 ---
 
 
+HALF = torch.float16, torch.bfloat16
+
+
 def by_channel(images):
     return images.transpose(0, 1).flatten(1)
+
+
+def in_half_precision(rank, world_size, images):
+    """As the solution, but sums and counts in the type of the images."""
+    values = by_channel(images)
+    count = values.shape[1]
+    mean = values.sum(1) / max(count, 1)
+    squares = (values - mean[:, None]).square().sum(1)
+    own = torch.cat([mean, squares, values.new_tensor([count])])
+    everyone = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(everyone, own)
+    means, squares, counts = torch.stack(everyone).tensor_split((len(mean), -1), dim=1)
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    return mean, (squares + counts * (means - mean).square()).sum(0) / count
+
+
+def in_float32(rank, world_size, images):
+    wide = images.float() if images.dtype in HALF else images
+    mean, variance = in_half_precision(rank, world_size, wide)
+    return mean.to(images.dtype), variance.to(images.dtype)
+
+
+def only_float16_in_float32(rank, world_size, images):
+    if images.dtype is torch.bfloat16:
+        return in_half_precision(rank, world_size, images)
+    return in_float32(rank, world_size, images)
 
 
 def own_part_only(rank, world_size, images):
@@ -25,13 +55,13 @@ def mean_of_means(rank, world_size, images):
 
 def two_sums(rank, world_size, images):
     """C + 1 numbers, then C: as few, with one more wait."""
-    values = by_channel(images)
+    values = by_channel(images.float() if images.dtype in HALF else images)
     sums = torch.cat([values.sum(1), values.new_tensor([values.shape[1]])])
     dist.all_reduce(sums)
     mean = sums[:-1] / sums[-1]
     squares = (values - mean[:, None]).square().sum(1)
     dist.all_reduce(squares)
-    return mean, squares / sums[-1]
+    return mean.to(images.dtype), (squares / sums[-1]).to(images.dtype)
 
 
 def mean_of_variances(rank, world_size, images):
@@ -90,7 +120,7 @@ def three_channels(rank, world_size, images):
 
 def into_one_tensor(rank, world_size, images):
     """The same numbers by all_gather_single, and the count as a whole number."""
-    values = by_channel(images)
+    values = by_channel(images.float() if images.dtype in HALF else images)
     mean = values.sum(1) / max(values.shape[1], 1)
     own = torch.cat([mean, (values - mean[:, None]).square().sum(1)])
     everyone, counts = (
@@ -102,7 +132,8 @@ def into_one_tensor(rank, world_size, images):
     counts = torch.stack(counts)[:, None]
     means, squares = everyone.chunk(2, dim=1)
     mean = (counts * means).sum(0) / counts.sum()
-    return mean, (squares + counts * (means - mean).square()).sum(0) / counts.sum()
+    variance = (squares + counts * (means - mean).square()).sum(0) / counts.sum()
+    return mean.to(images.dtype), variance.to(images.dtype)
 
 
 def unbiased(rank, world_size, images):
@@ -232,6 +263,8 @@ WRONG = {
         "three channels": (three_channels, "with no image on rank 0"),
         "counts images, not pixels": (counts_images, MEAN),
         "the unbiased variance": (unbiased, VARIANCE),
+        "in half precision": (in_half_precision, "with float16, and sums above 65,504, on 2 ranks"),
+        "only float16 in float32": (only_float16_in_float32, "with bfloat16, and thousands of pi"),
         "in float64": (in_float64, "has a mean in torch.float64, and images in torch.float32"),
         "one tensor": (one_tensor, "rank 0 returned Tensor, not two tensors"),
         "in the shape of images": (in_the_shape_of_images, "not a tensor of 3 numbers"),
