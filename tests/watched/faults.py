@@ -246,6 +246,20 @@ FAULTS = {
         "optimizer.step",
     ),
     # --- Replicas ---
+    "a layer swapped after wrapping": (
+        D,
+        {
+            "DistributedDataParallel(model)": (
+                "DistributedDataParallel(model, find_unused_parameters=True)\n"
+                "    model[3] = nn.Linear(16, 3)"
+            ),
+            "contextlib.nullcontext() if last else replica.no_sync()": "contextlib.nullcontext()",
+            "rows.chunk(2), labels.chunk(2)": ONE_PART,
+        },
+        "replaced after wrapping",
+        WRONG,
+        "replica(inputs)",
+    ),
     "init_sync off": (
         D,
         {"DistributedDataParallel(model)": "DistributedDataParallel(model, init_sync=False)"},

@@ -28,6 +28,7 @@ def wrap(init, ddp, args, kwargs):
     module = ddp.module
     for part in module.modules():
         _wrapped[id(part)] = part
+    ddp.__dict__["_parameters_then"] = list(module.parameters())
     replicas.append(ddp)
     about = {"init_sync": kwargs.get("init_sync", True), "sends_buffers": ddp.broadcast_buffers}
     about["members"] = dist.get_process_group_ranks(ddp.process_group)
@@ -74,6 +75,8 @@ def call(function, module, args, kwargs):
     if next(inner.parameters(), None) is None:
         return function(*args, **kwargs)  # a loss, for example
     _inside.append(module)
+    if ddp:
+        look_for_others(module)
     try:
         grad, past = torch.is_grad_enabled(), not ddp and id(module) in _wrapped
         about = {"ddp": ddp, "past": past, "train": inner.training, "grad": grad}
@@ -85,6 +88,15 @@ def call(function, module, args, kwargs):
         return function(*args, **kwargs)
     finally:
         _inside.pop()
+
+
+def look_for_others(ddp):
+    """Write down which parameters have been replaced since a model was wrapped, once."""
+    then = {id(p) for p in ddp.__dict__.get("_parameters_then", ())}
+    names = [n for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in then]
+    if names and not ddp.__dict__.get("_told"):
+        ddp.__dict__["_told"] = True
+        facts.note("replaced", names=names, where=facts.where())
 
 
 def rows_of(args, kwargs):

@@ -1,6 +1,7 @@
 """Tells what was found: for people, or as one line of JSON."""
 
 import json
+import re
 import sys
 
 from lockstep import ending
@@ -19,7 +20,7 @@ def tell(args, job, ranks):
     started = args.nproc if job.launcher != "python" else None
     for one in ranks:
         findings.judge(one, report, started)
-        if job.hung or lost(one):
+        if job.hung or (lost(one) and not problem):
             hang.judge(one, report)
     wrong = any(one.strength == findings.WRONG for one in report.findings)
     if not problem and not job.hung:
@@ -41,7 +42,8 @@ def what_stopped_it(job, jobs):
         return f"nothing has moved for {job.args.patience} s, and no rank has used torch"
     if job.hung:
         return None
-    if job.code == 0 or any(lost(one) for one in jobs):
+    killed = re.search(r"rank \d+ failed: killed by SIG\w+", job.output)
+    if job.code == 0 or (any(map(lost, jobs)) and not killed):
         return None
     lines = [line for line in job.output.splitlines() if line.strip()]
     told = [line for line in lines if " failed: " in line]

@@ -47,6 +47,7 @@ KINDS = {
     "clipped too early": ("clip after the gradients are averaged", "10"),
     "not the mean": ("", "10"),
     "gradients pile up": ("call optimizer.zero_grad() before each backward", "10"),
+    "replaced after wrapping": ("change the model first, then wrap it; or copy_() into it", "17"),
     "replicas start apart": ("leave init_sync=True, or load the same weights on all ranks", "02"),
     "replicas differ": ("change parameters on all ranks alike, and before wrapping", "02"),
     "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),

@@ -19,7 +19,7 @@ def judge(job, report):
             gone.append(rank)
         else:
             what, place = stands(seen)
-            words.append(f"rank {rank} {what} at {place} {made}")
+            words.append(f"rank {rank} {what} {place or 'no line of yours'} {made}")
             places.append(place)
     place = next((place for place in places if place), None)
     report.found("hang", WRONG, f"the ranks wait for each other: {'; '.join(words)}", place, gone)
@@ -36,5 +36,8 @@ def stands(rank):
             called = function
     last = next((e for e in reversed(rank.events) if e["what"] in ("call", "called")), None)
     if last and last["what"] == "call":
-        return f"waits in {last['name']}", last["where"]
-    return (f"stands in {called}" if called else "stands"), own
+        return f"waits in {last['name']} at", last["where"]
+    if own:
+        return f"stands {f'in {called} ' if called else ''}at", own
+    seen = next((e["where"] for e in reversed(rank.events) if e.get("where")), None)
+    return "was last seen at", seen

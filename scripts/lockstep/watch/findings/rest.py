@@ -62,15 +62,17 @@ def messages(job, report):
                 groups[members][rank].append(call)
     for members, calls in groups.items():
         if len(members) > 1 and all(rank in job for rank in members):
-            compare_calls({rank: calls[rank] for rank in members}, report)
+            compare_calls({rank: calls[rank] for rank in members}, job, report)
     counts = [sum(call["own"] for call in seen.calls) for seen in job.values()]
     report.look(f"collectives that the script calls itself: {counts} by rank")
 
 
-def compare_calls(calls, report):
+def compare_calls(calls, job, report):
     """Say where the calls of the ranks of one group first differ."""
     for number in range(max(map(len, calls.values()))):
         here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
+        if any(call is None and not job[rank].ended for rank, call in here.items()):
+            return None  # it may have come later, or was killed
         if len({key(call) for call in here.values()}) > 1:
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
             place = next(call["where"] for call in here.values() if call)

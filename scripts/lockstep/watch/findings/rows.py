@@ -167,7 +167,7 @@ def again(rank, loader):
 def contents(job, report):
     """Compare what the models were called with, where rows have no numbers."""
     ranks = list(job.values())
-    if len(ranks) < 2:
+    if len(ranks) < 2 or not all(rank.updates for rank in ranks):
         return None
     calls = [
         [f for f in r.forwards if f["what"] == "forward" and f["train"] and f["grad"]]

@@ -44,6 +44,11 @@ def gradients(job, report):
                 text = "update 2 still has the gradients of update 1 (or is this meant?)"
                 report.found("gradients pile up", NOT_MEANT, text, update["where"], [number])
                 return  # then gradients are not those of one update
+    if replaced := next((e for rank in ranks for e in rank.of("replaced")), None):
+        text = f"{some(replaced['names'])} came into the model after it was wrapped,"
+        text += " and DDP does not know it: its gradient stays on each rank"
+        report.found("replaced after wrapping", WRONG, text, replaced["where"])
+        return
     if len(ranks) == 1 or sharded(ranks) or joins(ranks):
         return
     for number, one in enumerate(side_by_side(ranks), 1):
@@ -214,7 +219,14 @@ def replicas_differ(job, report):
     if len(ranks) == 1 or sharded(ranks):
         return
     replicas_start(ranks, report)
-    causes = {"no exchange", "past DDP", "no_sync", "gradients differ", "replicas start apart"}
+    causes = {
+        "replaced after wrapping",
+        "no exchange",
+        "past DDP",
+        "no_sync",
+        "gradients differ",
+        "replicas start apart",
+    }
     if causes & {one.kind for one in report.findings}:
         return  # then of course
     for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
