@@ -31,7 +31,6 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,8 +247,8 @@ def stood_still(dump, moment):
     Long is a second, and twice as long as the rank has ever been silent between two calls.
     """
     times = sorted(entry["time_created_ns"] / 1e9 for entry in pickle.loads(dump)["entries"])
-    silent = max((later - call for call, later in pairwise(times)), default=0)
-    return moment - max(times, default=0) > max(1, 2 * silent)
+    gaps = [times[n + 1] - times[n] for n in range(len(times) - 1)]
+    return moment - max(times, default=0) > max(1, 2 * max(gaps, default=0))
 
 
 def shown(way):

@@ -83,7 +83,8 @@ def _watch_calls(c10d):
     def init_process_group(*args, **options):
         rank, world_size = map(int, os.environ["LOCKSTEP_RANK"].split())
         if os.getpid() != rank and not _place("joined").exists():
-            _place("own").touch()
+            with contextlib.suppress(FileNotFoundError):  # the launcher has ended, with its folder
+                _place("own").touch()
             with contextlib.suppress(ProcessLookupError):  # torchrun, or a sibling, was faster
                 os.kill(rank, signal.SIGKILL)
             os._exit(1)
