@@ -228,8 +228,11 @@ def wrong_steps(found, wanted):
         steps = [theirs[number][0] for theirs in found]
         if len(set(steps)) > 1:
             return f"they say that they have made {steps} steps"
-        if steps[0] != right or any(theirs[number][1] != right for theirs in found):
-            hint = ": is a number rounded?" * (abs(steps[0] - right) == 1)
+        if steps[0] == right and any(theirs[number][1] != right for theirs in found):
+            return f"they return {right} steps, and have not made {right} updates"
+        if steps[0] != right:
+            hint = ": is it a part of the rows, or is a number rounded?"
+            hint *= abs(steps[0] - right) == 1
             return f"they stop after step {steps[0]}; the loss of all rows, after {right}{hint}"
         if max(theirs[number][2] for theirs in found) > BUDGET * right + 64:
             return f"a rank sends more than {BUDGET} bytes in a step to decide"
