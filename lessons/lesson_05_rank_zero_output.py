@@ -48,9 +48,10 @@ from tqdm import tqdm
 def one_voice(rank):
     """Within `with one_voice(rank):` rank 0 prints, logs and warns; the others only log errors.
 
-    The root logger's handlers that write to stdout or stderr are replaced; all others stay, and get
-    what they would get without it, and warnings. A file into which you print gets its lines. At the
-    end, also after an error, print and handlers are put back, and warnings are no longer captured.
+    Handlers of the root logger whose stream is sys.stdout or sys.stderr are replaced; others stay,
+    and get what they would get without it, and warnings. A file into which you print gets its
+    lines. At the end, also after an error, print and handlers are put back, and warnings are no
+    longer captured.
     """
     root = logging.getLogger()
     before = root.handlers

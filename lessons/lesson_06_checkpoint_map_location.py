@@ -149,8 +149,11 @@ def resume(folder, parts, group):
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that deals what is left of an epoch when `used` rows of it are used.
 
-    All ranks get as many rows; the last ones, fewer than there are ranks, are left out.
+    All ranks get as many rows; the last ones, fewer than there are ranks, are left out. Its length
+    is that of what is left.
     """
+
+    used = 0
 
     def set_epoch(self, epoch, used=0):
         self.epoch, self.used = epoch, used
@@ -163,6 +166,11 @@ class ResumableSampler(DistributedSampler):
 
     def __len__(self):
         return (len(self.dataset) - self.used) // self.num_replicas
+
+
+def stay(worker):
+    """Let a worker of a loader live on when its rank is told to end: torchrun tells both."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def note(number):
@@ -199,7 +207,8 @@ def train(model, data, steps, batch_size, device, folder=None, seed=0, every=5):
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     sampler, world_size = ResumableSampler(data, seed=seed), dist.get_world_size()
     own = torch.Generator()  # else each loop over the loader would draw from torch's generator
-    loader = DataLoader(data, batch_size // world_size, sampler=sampler, generator=own)
+    options = {"sampler": sampler, "generator": own, "worker_init_fn": stay}
+    loader = DataLoader(data, batch_size // world_size, **options)
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # longer than any save
     now = resume(folder, parts, patient)
     noted, stop = note(signal.SIGTERM), False

@@ -1,5 +1,6 @@
 """Lesson 06: checkpoints that survive a kill, and from which a job goes on with the same bits."""
 
+import inspect
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from breaks import check_breaks, verdict
 from conftest import finish, run_warm, start_program
 from nbtools import RankFailed, run
 from torch import nn
+from torch.utils.data import DataLoader
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -171,6 +173,20 @@ def test_a_slow_file_does_not_end_who_waits_for_it(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what is read")
+def test_a_worker_outlives_the_sigterm_that_torchrun_sends_to_it_as_well():
+    """Else the loader fails before the rank has saved."""
+    assert '"worker_init_fn": stay' in inspect.getsource(lesson.train)
+    batches = iter(DataLoader(range(40), num_workers=1, worker_init_fn=lesson.stay))
+    assert next(batches).tolist() == [0]
+    (worker,) = batches._workers
+    os.kill(worker.pid, signal.SIGTERM)
+    assert [batch.item() for batch in batches] == list(range(1, 40))
+
+
+def test_a_sampler_has_a_length_before_its_first_epoch():
+    assert len(lesson.ResumableSampler(range(10), 3, 0)) == 3
+
+
 def test_a_file_is_read_once(tmp_path):
     path = tmp_path / "step_00000001.pt"
     lesson.save({"weight": torch.ones(10**6)}, path)

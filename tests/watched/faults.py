@@ -109,6 +109,18 @@ FAULTS = {
         WRONG,
         "DataLoader(d",
     ),
+    "labels of its own": (
+        D,
+        {
+            "data, tests = make_data(0)": (
+                "data, tests = make_data(0)\n    data.dataset.tensors = "
+                "(data.dataset.tensors[0], (data.dataset.tensors[1] + rank) % 3)"
+            )
+        },
+        "other data",
+        WRONG,
+        "DataLoader(data",
+    ),
     "random data without a seed": (
         H,
         {"torch.manual_seed(0)": "torch.manual_seed(rank)"},
@@ -323,6 +335,16 @@ FAULTS = {
         "settings differ",
         WRONG,
         "SGD(",
+    ),
+    "a learning rate for each rank, and nothing is averaged": (
+        H,
+        {
+            "lr=0.01)": "lr=0.01 * (1 + rank))",
+            "            dist.all_reduce(parameter.grad)\n" + SUM: "            pass\n",
+        },
+        "settings differ",
+        WRONG,
+        "AdamW(",
     ),
     "a weight decay on rank 1": (
         H,
@@ -541,6 +563,61 @@ CLEAN = {
         {
             "    replica = D": "    model[0].requires_grad_(False)\n    replica = D",
             "SGD(model.parameters()": "SGD((p for p in model.parameters() if p.requires_grad)",
+        },
+    ),
+    "an expert on each rank": (
+        D,
+        {
+            "    replica = D": (
+                "    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(\n"
+                '        model, ["0.weight", "0.bias"])\n    replica = D'
+            )
+        },
+    ),
+    "a part is trained later": (
+        D,
+        {
+            "SGD(model.parameters()": "SGD(model[3].parameters()",
+            "    schedule = ": (
+                "    second = torch.optim.AdamW(model[0].parameters())\n    schedule = "
+            ),
+            "zero_grad()": "zero_grad(), second.zero_grad()",
+            "optimizer.step()": "optimizer.step(), second.step()",
+            "nn.ReLU()": "Detached()",
+            "def make_data": (
+                "class Detached(nn.Module):\n    def forward(self, x):\n"
+                "        return 0 * x.relu() + x.detach().relu()\n\n\ndef make_data"
+            ),
+        },
+    ),
+    "a sampler without an end": (
+        D,
+        {
+            "    loader = ": ("    sampler = Endless(data)\n    loader = "),
+            "in loader:": "in itertools.islice(loader, 15):",
+            "sampler.set_epoch(epoch)": "pass",
+            "import contextlib": "import contextlib\nimport itertools",
+            "def make_data": (
+                "class Endless(torch.utils.data.Sampler):\n"
+                "    def __init__(self, data):\n        self.data = data\n\n"
+                "    def __iter__(self):\n"
+                "        g = torch.Generator().manual_seed(0)\n"
+                "        while True:\n"
+                "            order = torch.randperm(len(self.data), generator=g).tolist()\n"
+                "            yield from order[dist.get_rank() :: 2]\n\n\ndef make_data"
+            ),
+        },
+    ),
+    "an optimizer in shares": (
+        D,
+        {
+            "import torch.distributed as dist": (
+                "import torch.distributed as dist\n"
+                "from torch.distributed.optim import ZeroRedundancyOptimizer"
+            ),
+            "torch.optim.SGD(model.parameters(), lr": (
+                "ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr"
+            ),
         },
     ),
     "two optimizers": (

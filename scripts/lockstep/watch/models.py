@@ -33,7 +33,9 @@ def wrap(init, ddp, args, kwargs):
     about = {"init_sync": kwargs.get("init_sync", True), "sends_buffers": ddp.broadcast_buffers}
     about["members"] = dist.get_process_group_ranks(ddp.process_group)
     number = know(module)
-    sums = [facts.checksum(p) for p in module.parameters()]
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    about["ignored"] = sorted(ignored)
+    sums = [facts.checksum(p) for n, p in module.named_parameters() if n not in ignored]
     facts.note("wrapped", number_of=number, sums=sums, where=facts.where(), **about)
 
 

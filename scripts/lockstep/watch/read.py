@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 
@@ -83,6 +83,10 @@ class Rank:
     def of(self, what):
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
+
+    def most_updates(self):
+        """Return how many updates the optimizer has made that has made most."""
+        return max(Counter(u["optimizer"] for u in self.updates).values(), default=0)
 
     def names(self, update):
         """Return the names of the parameters of an update."""

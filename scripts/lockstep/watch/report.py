@@ -88,7 +88,7 @@ def as_json(args, job, jobs, report, code):
 def as_text(args, job, jobs, report, code):
     """Print a report that one reads: what is wrong comes first."""
     ranks = " and ".join(str(len(one)) for one in jobs) or "no"
-    made = [len(rank.updates) for one in jobs for rank in one.values()]
+    made = [rank.most_updates() for one in jobs for rank in one.values()]
     print(
         f"{args.script}: {ranks} ranks, started by {job.launcher}, {max(made, default=0)} updates"
     )

@@ -13,7 +13,7 @@ _own = {}  # id of a parameter: what backward() has handed it on this rank since
 _backwards = []  # since the last update: [line, whether no_sync() was on]
 _clipped = []  # since the last update: lines
 _unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
-_made = []  # optimizers, in the order of their updates
+_inside = []  # optimizers that make an update now: one may be made of another
 
 
 def watch():
@@ -136,6 +136,9 @@ def before(optimizer, args, kwargs):
     import torch
 
     known = _optimizers[id(optimizer)]
+    _inside.append(optimizer)
+    if len(_inside) > 1:
+        return
     if not known["told"]:
         tell_of(known)
     with torch.no_grad():
@@ -161,6 +164,9 @@ def before(optimizer, args, kwargs):
 def after(optimizer, args, kwargs):
     """An update is made."""
     known = _optimizers[id(optimizer)]
+    _inside.pop()
+    if _inside:
+        return
     sums = [facts.checksum(p) for p in known["parameters"]]
     facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
     _backwards.clear()

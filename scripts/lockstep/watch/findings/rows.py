@@ -43,7 +43,9 @@ class Epoch:
         self.first, self.place = of_ranks[0], of_ranks[0]["where"]
         self.dealt = [flat(one["batches"]) for one in of_ranks]
         self.all = flat(self.dealt)
+        longest, rows = max(map(len, self.dealt)), self.first["rows"]
         self.drawn = self.first["replaces"] or "Weighted" in self.first["sampler"]
+        self.drawn |= bool(rows) and longest > rows  # more than an epoch: they must come again
         self.torch = self.first["replicas"] is not None or self.first["sampler"].endswith("Sampler")
         self.parts = len({one["part"] for one in of_ranks}) > 1
         self.same = same_data(ranks, self.first["loader"]) if len(ranks) > 1 else "same"
@@ -143,19 +145,24 @@ def same_data(ranks, loader):
     """Return whether a number means one row on all ranks: same, other, perhaps other, unknown."""
     seen = [rank.seen.get(loader, {}) for rank in ranks]
     rows = [row for row in seen[0] if all(row in other for other in seen)]
-    for part in (1,) if any(rank.drawn for rank in ranks) else (0, 1):
-        values = [[one[row][part] for one in seen] for row in rows]
-        stable = [of for of in values if all(len(one) == 1 for one in of)]
-        kinds = {next(iter(one)) for of in stable for one in of}
-        if len(stable) < 4 or len(stable) < 0.9 * len(values) or len(kinds) < 2:
-            continue
-        differ = [of[0] != other for of in stable for other in of[1:]]
-        if sum(differ) > 0.4 * len(differ):
-            twice = any(again(rank, loader) for rank in ranks)
-            return "other" if twice else "perhaps other"
-        if not any(differ):
-            return "same"
-    return "unknown"
+    drawn = any(rank.drawn for rank in ranks)
+    verdicts = [compare(rows, seen, part) for part in ((1,) if drawn else (0, 1))]
+    if "other" in verdicts:
+        return "other" if any(again(rank, loader) for rank in ranks) else "perhaps other"
+    return "same" if "same" in verdicts else "unknown"
+
+
+def compare(rows, seen, part):
+    """Return whether a part of the rows (0: contents, 1: labels) is the same on all ranks."""
+    values = [[one[row][part] for one in seen] for row in rows]
+    stable = [of for of in values if all(len(one) == 1 for one in of)]
+    kinds = {next(iter(one)) for of in stable for one in of}
+    if len(stable) < 4 or len(stable) < 0.9 * len(values) or len(kinds) < 2:
+        return "unknown"
+    differ = [of[0] != other for of in stable for other in of[1:]]
+    if sum(differ) > 0.4 * len(differ):
+        return "other"
+    return "unknown" if any(differ) else "same"
 
 
 def again(rank, loader):

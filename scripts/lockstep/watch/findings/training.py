@@ -17,7 +17,7 @@ def updates(job, report):
     made = [len(rank.updates) for rank in ranks]
     if not any(made):
         return report.not_seen("updates: no optimizer of torch.optim made one")
-    report.look(f"gradients, parameters and settings at {min(made)} updates of each rank")
+    report.look(f"{min(made)} updates of each rank")
     if joins(ranks):
         report.not_seen("each update: inside of model.join() ranks may make unequal numbers")
     elif len(set(made)) > 1 and all(rank.ended for rank in ranks):
@@ -64,7 +64,8 @@ def gradients(job, report):
 def judge_gradients(one, number, names, ranks, report):
     """Judge one update of all ranks; return whether something was found."""
     away, ratios = from_the_mean(one, ranks)
-    differ = first_difference(one, "grads")
+    away = [n for n in away if names[n] not in ignored(ranks)]
+    differ = first_difference(one, "grads", names, ranks)
     if differ is not None:
         return judge_differing(one, number, names[differ], away, ranks, report)
     if not away:
@@ -147,10 +148,16 @@ def from_the_mean(one, ranks, what="means"):
     return away, ratios
 
 
-def first_difference(one, what):
+def ignored(ranks):
+    """Return the names of parameters that DDP was told to leave alone."""
+    return {name for rank in ranks for w in rank.wrapped.values() for name in w["ignored"]}
+
+
+def first_difference(one, what, names, ranks):
     """Return the number of the first parameter in which the ranks differ, or None."""
-    columns = zip(*(update[what] for update in one), strict=False)
-    return next((n for n, values in enumerate(columns) if len(set(values)) > 1), None)
+    columns = enumerate(zip(*(update[what] for update in one), strict=False))
+    apart = [n for n, values in columns if len(set(values)) > 1]
+    return next((n for n in apart if names[n] not in ignored(ranks)), None)
 
 
 # --- Parameters and settings ---
@@ -172,22 +179,30 @@ def replicas_of(one, ranks):
     return all(of == names[0] for of in names) and replicas(ranks)
 
 
+def judge_settings(ranks, report):
+    """Compare learning rate, weight decay and the like, as far as all ranks have as many groups."""
+    for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
+        if len({len(u["settings"]) for u in one}) > 1:
+            return
+        if others := odd([u["settings"] for u in one]):
+            groups = zip(one[0]["settings"], one[others[0]]["settings"], strict=True)
+            key = next((k for g, h in groups for k in g if g[k] != h.get(k)), "groups")
+            values = ", ".join(str(u["settings"][0].get(key)) for u in one)
+            made = ranks[0].optimizers[one[0]["optimizer"]]["where"]
+            text = f"at update {number} {key} is {values} on the ranks"
+            report.found("settings differ", WRONG, text, made, others)
+            return
+    report.look("settings of the optimizers: the same on all ranks")
+
+
 def judge_replicas(one, number, ranks, report):
-    """Judge settings and parameters at one update; return whether something was found."""
+    """Judge parameters at one update; return whether something was found."""
     names, place = ranks[0].names(one[0]), one[0]["where"]
-    if others := odd([u["settings"] for u in one]):
-        groups = zip(one[0]["settings"], one[others[0]]["settings"], strict=False)
-        key = next((k for g, h in groups for k in g if g[k] != h.get(k)), "groups")
-        values = ", ".join(str(u["settings"][0].get(key)) for u in one)
-        made = ranks[0].optimizers[one[0]["optimizer"]]["where"]
-        text = f"at update {number} {key} is {values} on the ranks"
-        report.found("settings differ", WRONG, text, made, others)
-        return True
     for moment, when in (
         ("before", f"before update {number}"),
         ("after", f"after update {number}"),
     ):
-        differ = first_difference(one, moment)
+        differ = first_difference(one, moment, names, ranks)
         if differ is not None:
             who = odd([u[moment][differ] for u in one])
             text = f"parameters differ {when}, first {names[differ]}"
@@ -219,7 +234,9 @@ def replicas_differ(job, report):
     if len(ranks) == 1 or sharded(ranks):
         return
     replicas_start(ranks, report)
+    judge_settings(ranks, report)
     causes = {
+        "settings differ",
         "replaced after wrapping",
         "no exchange",
         "past DDP",
@@ -231,11 +248,13 @@ def replicas_differ(job, report):
         return  # then of course
     for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
         if not replicas_of(one, ranks):
-            return
+            return report.not_seen("parameters: the ranks' optimizers have different ones")
         if judge_replicas(one, number, ranks, report):
-            return
+            return None
     if replicas(ranks):
         judge_end(ranks, report)
+        report.look("parameters: equal before and after each update")
+    return None
 
 
 # --- What is trained ---
@@ -255,7 +274,7 @@ def optimizers(job, report):
     for number, optimizer in rank.optimizers.items():
         steps = [[u for u in r.updates if u["optimizer"] == number] for r in job.values()]
         if all(steps):
-            judge_optimizer(optimizer, steps, report)
+            judge_optimizer(optimizer, steps, len(rank.optimizers) > 1, report)
 
 
 def some(names):
@@ -264,15 +283,18 @@ def some(names):
     return ", ".join(names[:3]) + more
 
 
-def judge_optimizer(optimizer, steps, report):
+def judge_optimizer(optimizer, steps, others, report):
     """Judge what one optimizer has trained in `steps`, its updates on each rank."""
     updates = [u for of in steps for u in of]
     wanted = [n for n, wants in enumerate(optimizer["wanted"]) if wants]
     never = [n for n in wanted if not any(has_gradient(u, n) for u in updates)]
     place, names = updates[0]["where"], optimizer["names"]
     if never and len(never) == len(wanted):
-        text = f"no parameter of this optimizer got a gradient in {len(steps[0])} updates"
-        report.found("no gradient at all", WRONG, text, place)
+        text = f"no parameter got a gradient other than 0 in {len(steps[0])} updates"
+        if others:
+            text = text.replace("parameter", "parameter of this optimizer") + " (or not yet?)"
+        strength = NOT_MEANT if others else WRONG
+        report.found("no gradient at all", strength, text, place)
     elif never:
         text = f"{some([names[n] for n in never])} got no gradient in {len(steps[0])} updates"
         report.found("never a gradient", NOT_MEANT, text, place)
