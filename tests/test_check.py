@@ -111,7 +111,7 @@ def test_a_hang_names_who_waits_where(tmp_path):
             ("        optimizer.step()\n        if rank == 1:\n            dist.barrier()\n"),
         )
     )
-    code, stdout, _ = check("--patience", 5, "--json", script)
+    code, stdout, _ = check("--patience", 20, "--json", script)
     (finding,) = [one for one in json.loads(stdout)["findings"] if one["kind"] == "hang"]
     line = 1 + script.read_text().splitlines().index("            dist.barrier()")
     assert code == 1

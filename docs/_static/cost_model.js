@@ -11,8 +11,8 @@
   const PERCENT = Array.from({ length: 21 }, (_, index) => 5 * index);
   const TIMES = Array.from({ length: 41 }, (_, index) => (100 + 5 * index) / 100);
   const LINKS = [
-    ["gloo, measured in a job of 2 processes", { latency: 247, bandwidth: 1.3 }],
-    ["gloo, measured in a job of 4 processes", { latency: 604, bandwidth: 1.1 }],
+    ["gloo, measured in a job of 2 processes", { latency: 161, bandwidth: 1.2 }],
+    ["gloo, measured in a job of 4 processes", { latency: 235, bandwidth: 1.1 }],
     ["network of 1 Gbit/s", { latency: 50, bandwidth: 0.125 }],
     ["network of 100 Gbit/s", { latency: 20, bandwidth: 12.5 }],
     ["PCIe 3.0, 16 lanes", { latency: 10, bandwidth: 16 }],

@@ -102,7 +102,7 @@ class Job:
         self.on_cpu = not args.gpus and bool(FOR_GPUS.search(args.source))
         self.hung, self.interrupted, self.began = False, False, time.monotonic()
         self.output, self.code = "", None
-        self.moved, self.state = time.monotonic(), None
+        self.moved, self.used, self.written = time.monotonic(), 0.0, 0
 
     def how_it_starts(self):
         """Return (a word of lessons.py, the launcher): from --start, or from the script's text."""
@@ -166,15 +166,16 @@ class Job:
                 process.terminate()
 
     def stands(self, processes):
-        """Return whether these processes (their ids) have done nothing for --patience seconds."""
+        """Return whether these processes (their ids) have done next to nothing for --patience."""
         used = 0.0
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 times = psutil.Process(process).cpu_times()
                 used += times.user + times.system
         written = sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
-        if (written, round(used, 1)) != self.state:
-            self.state, self.moved = (written, round(used, 1)), time.monotonic()
+        idle = self.args.patience / 30  # who waits uses a hundredth of a processor, or less
+        if written != self.written or used > self.used + idle or used < self.used:
+            self.written, self.used, self.moved = written, used, time.monotonic()
         return time.monotonic() - self.moved > self.args.patience
 
     def ask_for_stacks(self):

@@ -519,7 +519,7 @@ FAULTS = {
     ),
     "a rank has more batches": (
         D,
-        {"in loader:": "in list(loader)[rank:]:"},
+        {"in loader:": "in list(loader)[rank:]:", REDUCE: ""},
         "hang|messages differ",
         WRONG,
         "",

@@ -24,7 +24,7 @@ loader = DataLoader(data, 8, sampler=DistributedSampler(data), pin_memory=True)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
 replica = DistributedDataParallel(model.cuda(), device_ids=[local_rank], output_device=local_rank)
-optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(replica.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cuda")
 for _ in range(2):
     for inputs, targets in loader:

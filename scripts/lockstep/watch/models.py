@@ -133,5 +133,6 @@ def note_states():
         buffers = {name: facts.checksum(b) for name, b in module.named_buffers()}
         named = list(module.named_parameters())
         unowned = [name for name, p in named if p.requires_grad and id(p) not in owned]
-        sums = [facts.checksum(p) for _, p in named]
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        sums = [facts.checksum(p) for name, p in named if name not in ignored]
         facts.note("state", number_of=number, buffers=buffers, unowned=unowned, sums=sums)

@@ -94,6 +94,7 @@ def play_accelerator():
         setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
     torch.accelerator.set_device_index = torch.accelerator.set_device_idx = set_device
     torch.accelerator.current_device_index = lambda: NOW["device"]
+    torch.accelerator.current_stream = Nothing  # Adam asks it whether a graph is being captured
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
 
 

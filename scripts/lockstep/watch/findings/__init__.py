@@ -22,6 +22,7 @@ class Finding(NamedTuple):
     place: str | None
 
 
+SAMPLER = "give the loader sampler=DistributedSampler(data), in place of shuffle=True"
 NO_GRADIENT = (
     "is the loss the same whatever the model says? Or was the optimizer made before its"
     " parameters were replaced?"
@@ -29,8 +30,8 @@ NO_GRADIENT = (
 
 # kind: (what to do, the lesson that tells why)
 KINDS = {
-    "same rows": ("give the loader sampler=DistributedSampler(data)", "02"),
-    "all rows on each rank": ("give the loader sampler=DistributedSampler(data)", "02"),
+    "same rows": (SAMPLER, "02"),
+    "all rows on each rank": (SAMPLER, "02"),
     "rows twice": ("let all ranks deal from one order: the same seed, the same data", "02"),
     "rows left out": ("", "05"),
     "order repeats": ("call sampler.set_epoch(epoch) before each epoch", "02"),
@@ -41,7 +42,7 @@ KINDS = {
     "workers repeat rows": ("share the rows by get_worker_info() and by rank", "02"),
     "no exchange": ("wrap the model in DistributedDataParallel", "02"),
     "past DDP": ("call the wrapped model, not the one inside", "02"),
-    "no_sync": ("leave no_sync() for the last backward before the update", "10"),
+    "no_sync": ("leave no_sync() for the last forward and backward before the update", "10"),
     "gradients differ": ("", "17"),
     "sum of gradients": ("divide by the number of ranks, or let DDP do it", "10"),
     "clipped too early": ("clip after the gradients are averaged", "10"),
@@ -56,10 +57,10 @@ KINDS = {
     "no gradient at all": (NO_GRADIENT, "18"),
     "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
     "never changes": ("", "02"),
-    "buffers differ": ("use SyncBatchNorm, or leave broadcast_buffers=True", "09"),
+    "buffers differ": ("with few rows for each rank use SyncBatchNorm; rank 0's are saved", "09"),
     "trains in eval mode": ("call model.train() after the evaluation", "09"),
     "tests in train mode": ("call model.eval() before the evaluation", "09"),
-    "rows tested twice": ("deal rows out without filling up: range(rank, len(data), world)", "05"),
+    "rows tested twice": ("give its loader sampler=range(rank, len(data), world_size)", "05"),
     "counts stay at home": ("add the counts of all ranks up by all_reduce", "05"),
     "same random numbers": ("add the rank to the seed", "10"),
     "messages differ": ("call the same collectives in the same order on all ranks", "19"),

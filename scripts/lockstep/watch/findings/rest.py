@@ -72,7 +72,11 @@ def compare_calls(calls, job, report):
     for number in range(max(map(len, calls.values()))):
         here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
         if any(call is None and not job[rank].ended for rank, call in here.items()):
-            return None  # it may have come later, or was killed
+            words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
+            text = f"when the run ended, collective {number + 1} was not called by all:"
+            place = next(call["where"] for call in here.values() if call)
+            text += f" {'; '.join(words)} (or it would have come later)"
+            return report.found("messages differ", NOT_MEANT, text, place)
         if len({key(call) for call in here.values()}) > 1:
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
             place = next(call["where"] for call in here.values() if call)
@@ -97,7 +101,7 @@ def said(call):
     """Return a call in words."""
     if call is None:
         return "calls nothing"
-    shape = f" of {call['shape'][0]}" if call["shape"] else ""
+    shape = f" of {call['shape'][0] or 'one number'}" if call["shape"] else ""
     return f"calls {call['name']}{shape} at {call['where']}"
 
 

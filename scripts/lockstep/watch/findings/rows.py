@@ -16,6 +16,8 @@ def numbers(job, report):
     ranks = list(job.values())
     epochs = list(zip(*([e for e in rank.epochs if e["trains"]] for rank in ranks), strict=False))
     known = [of for of in epochs if all(None not in one["batches"] for one in of)]
+    if not all(rank.updates for rank in ranks):
+        return report.not_seen("row numbers: not all ranks have made an update")
     if not epochs:
         return report.not_seen("row numbers: no DataLoader was used in training")
     if not known:

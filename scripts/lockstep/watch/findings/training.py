@@ -355,7 +355,7 @@ def buffers(job, report):
         wrapped = ranks[0].wrapped.get(number, {})
         if names and model["norms"]:
             text = (
-                f"BatchNorm takes the mean of each rank's own rows; {names[0]} differs at the end"
+                f"BatchNorm takes the mean of each rank's own rows; '{names[0]}' differs at the end"
             )
             sent = wrapped.get("sends_buffers", False)
             why = "" if sent else ", and nobody sends it"
