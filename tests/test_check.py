@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 
 import psutil
@@ -117,3 +119,22 @@ def test_a_hang_names_who_waits_where(tmp_path):
     assert code == 1
     assert f"rank 1 waits in barrier at train.py:{line}" in finding["text"]
     assert "rank 0 waits in all_reduce at train.py:" in finding["text"]
+
+
+@pytest.mark.slow
+def test_it_can_be_installed_into_an_environment_of_ones_own(tmp_path):
+    """pip fetches setuptools for it."""
+    source, place = tmp_path / "lockstep", tmp_path / "environment"
+    shutil.copytree(ROOT / "scripts", source / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", source)
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", source]
+    subprocess.run(pip, check=True)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not fetched a second time
+    script = tmp_path / "train.py"
+    shutil.copy(WATCHED / "by_hand.py", script)
+    command = [place / "bin" / "lockstep", "check", "--updates", "3", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 ranks, started by torchrun, 3 updates\nnothing was found" in done.stdout
