@@ -206,15 +206,14 @@ def train(model, data, steps, batch_size, device, folder=None, seed=0, every=5):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     sampler, world_size = ResumableSampler(data, seed=seed), dist.get_world_size()
-    own = torch.Generator()  # else each loop over the loader would draw from torch's generator
-    options = {"sampler": sampler, "generator": own, "worker_init_fn": stay}
+    options = {"sampler": sampler, "generator": torch.Generator(), "worker_init_fn": stay}
     loader = DataLoader(data, batch_size // world_size, **options)
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # longer than any save
     now = resume(folder, parts, patient)
     noted, stop = note(signal.SIGTERM), False
     while now["step"] < steps and not stop:
         sampler.set_epoch(now["epoch"], now["rows"])
-        own.manual_seed(now["epoch"] * world_size + dist.get_rank())  # seeds workers, if there are
+        loader.generator.manual_seed(now["epoch"] * world_size + dist.get_rank())  # for workers
         for rows, targets in loader:
             update(replica, optimizer, schedule, rows.to(device), targets.to(device))
             now |= {"step": now["step"] + 1, "rows": now["rows"] + len(rows) * world_size}

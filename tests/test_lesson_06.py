@@ -55,7 +55,7 @@ BREAKS = {  # the same mistake on any number of ranks
     "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
     "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
     "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
-    "a loop over the loader draws": (', "generator": own', ""),
+    "a loop over the loader draws": ("torch.Generator(),", "torch.default_generator,"),
     "no name of its own": ('path.with_suffix(".unfinished")', "path"),
     "another folder": ('path.with_suffix(".unfinished")', 'Path(tempfile.mkdtemp(), "new")'),
     "the name before the data": (WRITE, NAME_FIRST),
