@@ -196,7 +196,7 @@ def tell(folder):
         stands = f"stands at {shown(way)}, in {call or 'its own code'}" if way else "has no stack"
         way, call, group, _ = here.get(rank) or ((), "nothing", "-", "")
         parts = f"; where they part: {call} at {shown(way)} in group {group}" if way else ""
-        print(f"rank {rank} {stands}{parts or '; it has called nothing more' * bool(here)}")
+        print(f"rank {rank} {stands}{parts or '; its list ends before' * bool(here)}")
     if gone or not any(calls.values()):
         print(f"no list of calls in which the job stands still: rank {', '.join(gone or '-')}")
         print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
@@ -206,10 +206,14 @@ def tell(folder):
             f"rank {moving[0]} was elsewhere at the look before: slow, or in a circle? Look again"
         )
         return []
-    if 2 * len(named) > len(seen):
-        print("most are behind: they have left out a call, or another rank has made one too many")
+    behind = named if 2 * len(named) >= len(seen) else []
+    if behind:
+        print("half or more are behind: they left out a call, or another rank made one too many")
         named = []
-    named = named or (not_arrived(places) if all(places.values()) else [])
+    if not named and all(places.values()):
+        named = not_arrived(places)
+    if 2 * len(named) >= len(seen) or set(named) & set(behind):
+        named = []
     if not named:
         print("no rank stands against most of the others: read the lines of all")
     return named

@@ -331,8 +331,8 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     assert "rank 0 stands at train.py:" in said and "in barrier" in said, said
 
 
-def leave_files(folder, rank, lines, seconds=10, apart=0):
-    """Leave what a rank of three leaves `seconds` after it has called all_reduce at these lines.
+def leave_files(folder, rank, lines, seconds=10, apart=0, ranks=3, called="all_reduce"):
+    """Leave what a rank leaves `seconds` after it has called all_reduce at these lines.
 
     Its calls were so many seconds apart.
     """
@@ -349,8 +349,9 @@ def leave_files(folder, rank, lines, seconds=10, apart=0):
         for number, line in enumerate(lines)
     ]
     (folder / f"calls_{rank}").write_bytes(pickle.dumps({"entries": entries}))
-    stack = f'  File "/home/me/train.py", line {lines[-1]} in train\n'
-    text = f"3 ranks\nStack (most recent call first):\n{stack}"
+    stack = f'  File "/lib/python3.12/site-packages/torch/c10d.py", line 1 in {called}\n'
+    stack += f'  File "/home/me/train.py", line {lines[-1]} in train\n'
+    text = f"{ranks} ranks\nStack (most recent call first):\n{stack}"
     (folder / f"stacks_{rank}").write_text(text)
 
 
@@ -375,10 +376,14 @@ def test_evidence_is_looked_at_before_a_rank_is_named(tmp_path):
         ((5, 5, 4), (3, 4), []),  # or it may have: its calls are four seconds apart
         ((5, 5, 4), (10, 4), [2]),
         ((5, 4, 4), (10, 0), []),  # two left a call out, or one has made one too many
+        ((5, 4), (10, 0), []),  # and of two, nobody can tell which
     ):
         for rank, length in enumerate(lengths):
-            leave_files(tmp_path, rank, [7] * length, *seconds)
+            leave_files(tmp_path, rank, [7] * length, *seconds, ranks=len(lengths))
         assert lesson.tell(tmp_path) == named, lengths
+    for rank, (length, called) in enumerate(((4, "recv"), (4, "recv"), (5, "all_reduce"))):
+        leave_files(tmp_path, rank, [7] * length, called=called)
+    assert lesson.tell(tmp_path) == []  # two wait for a message of the third
 
 
 FORKS = """
