@@ -202,21 +202,17 @@ def tell(folder):
         print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
         return []
     if moving := who_moves(seen, 2):
-        print(
-            f"rank {moving[0]} was elsewhere at the look before: slow, or in a circle? Look again"
-        )
+        print(f"rank {moving[0]} was elsewhere a look before: slow, or in a circle? Look again")
         return []
-    behind = named if 2 * len(named) >= len(seen) else []
-    if behind:
+    if 2 * len(named) >= len(seen):
         print("half or more are behind: they left out a call, or another rank made one too many")
         named = []
     if not named and all(places.values()):
         named = not_arrived(places)
-    if 2 * len(named) >= len(seen) or set(named) & set(behind):
-        named = []
-    if not named:
-        print("no rank stands against most of the others: read the lines of all")
-    return named
+    if named and 2 * len(named) < len(seen):
+        return named
+    print("no rank stands against most of the others: read the lines of all")
+    return []
 
 
 def who_moves(seen, last):
