@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from unittest.mock import patch
 
 import cloudpickle
 from conftest import run_warm
-from lockstep import lessons
+from lockstep import lessons, proofs
+from lockstep.watch import read
 from nbtools import run
 from nbtools.run import process_group
 
@@ -76,6 +78,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
             said = dict(
                 zip(sources, pool.map(verdict_of_warm_run, places, repeat(words)), strict=True)
             )
+    elif lesson.proof.exists():
+        said = verdicts_of_proof(lesson, sources, nproc, words)
     else:
         said = run(verdicts, nproc, sources, words, machines, deadline=1500)[0]
     judge_breaks(said)
@@ -201,6 +205,94 @@ for number, way, nproc in runs:
         found.append(script.WATCH[framework](nproc, own))
 Path(folder, f"{framework}.found").write_bytes(pickle.dumps(found))
 """
+
+
+# --- Lessons that are watched from outside ---
+
+
+def verdicts_of_proof(lesson, sources, nproc, flags):
+    """Return {name: (passed, claim)} of what the lesson's proof says of each source."""
+    proof, said = proofs.of_lesson(lesson), {}
+    args = proofs.read_flags(lesson.script, flags, nproc, nproc)
+    with tempfile.TemporaryDirectory() as folder:
+        places = {name: str(Path(folder, str(n))) for n, name in enumerate(sources)}
+        for place in places.values():
+            Path(place).mkdir()
+        ended = run(run_watched, nproc, sources, places, flags, proof.KEEP_VALUES, deadline=1500)
+        for name, place in places.items():
+            failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
+            if failed:  # the script's own words, and no PASS
+                said[name] = False, failed
+                continue
+            (job,) = read.read(place, by_torchrun=True)
+            verdict = proof.judge(job, args, nproc, "torchrun")
+            said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+    return said
+
+
+def run_watched(rank, world_size, sources, places, flags, values):
+    """Run each source on this rank, watched; return {name: why it could not be, or None}."""
+    from lockstep.watch import facts, hooks
+
+    ended = {}
+    for number, (name, source) in enumerate(sources.items()):
+        os.environ |= facts.environment(places[name], "script.py", 0, values)
+        if number == 0:
+            hooks.start()
+        forget()
+        try:
+            run_main(rank, world_size, source, flags)
+            ended[name] = None
+        except SystemExit as stop:
+            ended[name] = str(stop)
+        except Exception as error:
+            error.add_note(f"in the break {name!r}")
+            raise
+    return ended
+
+
+def forget():
+    """Let the watch begin anew in this process, as if it were another one."""
+    from lockstep.watch import facts, models, output, rows, updates
+
+    for part in (models, output, rows, updates):
+        for name, known in vars(part).items():
+            if re.fullmatch("_?[a-z]+", name) and type(known) in (dict, list, set):
+                known.clear()
+    facts._file.update(process=None)
+    facts.process.update(rank=None, large=False)
+    facts.begin()
+
+
+def run_main(rank, world_size, source, flags):
+    """Run a script's main() on a rank, whose group exists already, as if it joined it."""
+    import torch
+    import torch.distributed as dist
+    from lockstep.watch import messages
+
+    def join(*args, **kwargs):
+        messages.join(lambda *args, **kwargs: None, None, args, kwargs)
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
+    sys.modules["script"] = types.ModuleType("script")
+    exec(compile(source, "script.py", "exec"), script)
+    if "launch_job" in script:  # the ranks are started already
+        place = (rank, world_size, torch.device("cpu"))
+
+        def launch_job(func, nproc, *args):
+            join()
+            return func(*place, *args)
+
+        script["launch_job"] = launch_job
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "init_process_group", join))
+        stack.enter_context(patch.object(dist, "destroy_process_group", lambda *_: None))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        script["main"](script["parse_args"](flags))
+
+
+# --- Lessons that judge themselves ---
 
 
 def verdicts(rank, world_size, sources, flags, machines):

@@ -1,11 +1,21 @@
 """Lesson 02: one process per replica, started by a launcher, kept in step by DDP."""
 
+import math
+import sys
+import types
+
+import cloudpickle
 import lesson_02_launch_ddp as lesson
 import pytest
 import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT, run_lesson, run_warm
+from lockstep import lessons, proofs
+from nbtools import run
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SOURCE = (ROOT / "lessons" / "lesson_02_launch_ddp.py").read_text()
 
 BREAKS = {
     "all ranks take the same rows": (
@@ -47,8 +57,17 @@ BREAKS = {
         "rows, targets, model = make_toy(args.seed + dist.get_rank())",
     ),
     "each process is a world of its own": ("return rank, world_size,", "return rank, 1,"),
-    "the checksum forgets the largest": ("dist.all_reduce(highest, dist.ReduceOp.MAX)", "pass"),
     "smaller shares": ("batch_size // world_size, s", "batch_size // world_size - 2, s"),
+}
+
+
+@pytest.mark.parametrize("nproc", (2, 3))
+def test_each_break_ends_in_fail(nproc):
+    check_breaks(2, BREAKS, nproc, "--steps", 12)
+
+
+CHECKSUMS = {
+    "the checksum forgets the largest": ("dist.all_reduce(highest, dist.ReduceOp.MAX)", "pass"),
     "the checksum of the last number": (
         "flatten()\n        digest",
         "flatten()[-1:]\n        digest",
@@ -61,9 +80,32 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("nproc", (2, 3))
-def test_each_break_ends_in_fail(nproc):
-    check_breaks(2, BREAKS, nproc, "--steps", 12)
+def wrong_answers(rank, world_size, sources):
+    """Change each number of rank 1's model by its last bit; return how often each is wrong."""
+    _, _, model = lesson.make_toy(seed=0)
+    numbers = [one for part in model.parameters() for one in part.detach().view(-1)]
+    wrong = dict.fromkeys(sources, 0)
+    for name, source in sources.items():
+        script = vars(types.ModuleType("script"))
+        exec(source, script)
+        wrong[name] += not script["replicas_agree"](model)
+        for number in numbers:
+            kept = number.clone()
+            if rank == 1:
+                number.copy_(torch.nextafter(number, torch.full_like(number, math.inf)))
+            wrong[name] += script["replicas_agree"](model)
+            number.copy_(kept)
+    return wrong
+
+
+def test_the_checksum_sees_the_last_bit_of_each_number():
+    sources = {"as it is": SOURCE}
+    for name, (part, other) in CHECKSUMS.items():
+        assert SOURCE.count(part) == 1, name
+        sources[name] = SOURCE.replace(part, other)
+    first, second = run(wrong_answers, 2, sources)
+    assert first.pop("as it is") == second.pop("as it is") == 0
+    assert [name for name, wrong in first.items() if wrong + second[name] == 0] == []
 
 
 @pytest.mark.claim("A10", "A12", "A13", "A18", "B3")
@@ -81,14 +123,15 @@ def test_default_run(default_run):
 
 @pytest.mark.claim("A11")
 def test_a_backend_that_can_not_work_is_refused(monkeypatch, capsys):
-    def answer(flags):
+    def answer(flags, ranks=2):
         try:
-            return vars(lesson.parse_args(flags.split())) and ""
+            return (
+                vars(proofs.read_flags(lessons.find("02").script, flags.split(), 2, ranks)) and ""
+            )
         except SystemExit as stop:
             assert stop.code == 2
             return capsys.readouterr().err
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for gpus, possible in ((0, False), (1, False), (2, True), (8, True)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
@@ -131,20 +174,17 @@ if __name__ == "__main__":
 
 
 def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
-    source = (ROOT / "lessons" / "lesson_02_launch_ddp.py").read_text()
-    imports, _, rest = source.partition('"""\n\n')[2].partition("# --- The technique ---")
+    imports, _, rest = SOURCE.partition('"""\n\n')[2].partition("# --- The technique ---")
     file = tmp_path / "project.py"
-    file.write_text(imports + rest.partition("# --- The proof ---")[0] + PROJECT)
+    file.write_text(imports + rest.partition("# --- The example ---")[0] + PROJECT)
     assert run_warm(file, 2) == [(0, "2 True True\n"), (0, "")]
 
 
 def test_no_thread_of_gloo_outlives_the_group(tmp_path):
     """Else the process can abort at its exit: "terminate called without an active exception"."""
-    source = (ROOT / "lessons" / "lesson_02_launch_ddp.py").read_text()
     file = tmp_path / "counts.py"
-    file.write_text(source.partition("\n\nif __name__")[0] + COUNT)
-    ((code, stdout),) = run_warm(file, 1, "--steps", 4)
-    assert (code, stdout.splitlines()[-1]) == (0, "True 0"), stdout
+    file.write_text(SOURCE.partition("\n\nif __name__")[0] + COUNT)
+    assert run_warm(file, 1, "--steps", 4)[0][0] == 0
 
 
 COUNT = """
@@ -168,14 +208,14 @@ def gloo_threads_in_the_end():
     return gloo_threads()
 
 
-def watched(args):
+def watched(model):
     during.append(gloo_threads())
-    return "none"
+    return True
 
 
-during, who_started_us = [], watched
-passed, *_ = main(parse_args())
-print(passed and during[0] > 0, gloo_threads_in_the_end())
+during, replicas_agree = [], watched
+main(parse_args())
+assert during[0] > 0 and gloo_threads_in_the_end() == 0
 """
 
 

@@ -22,9 +22,8 @@ import psutil
 
 from lockstep import lessons, run
 from lockstep.flags import Flags, whole
-from lockstep.watch import read, report
+from lockstep.watch import facts, read, report
 
-INJECT = Path(__file__).with_name("watch") / "inject"
 FOR_GPUS = re.compile(r"\bnccl\b|\bcuda\b|\baccelerator\b", re.IGNORECASE)
 STARTS_RANKS = re.compile(r"\bspawn\(|\bstart_processes\(|\bProcess\(")
 LOCAL_RANK = re.compile(r"""["']--local[-_]rank["']""")
@@ -125,11 +124,8 @@ class Job:
 
     def environment(self):
         """Return what the processes find in their environment."""
-        path = [str(INJECT), os.environ.get("PYTHONPATH", "")]
-        found = run.on_this_machine_alone() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-        found |= {"LOCKSTEP_WATCH": str(self.folder), "PYTHONUNBUFFERED": "1"}
-        found["LOCKSTEP_WATCH_HOME"] = str(Path(self.args.script).resolve().parent)
-        found["LOCKSTEP_WATCH_UPDATES"] = str(self.args.updates)
+        found = run.on_this_machine_alone() | {"PYTHONUNBUFFERED": "1"}
+        found |= facts.environment(self.folder, Path(self.args.script).resolve(), self.args.updates)
         found["LOCKSTEP_WATCH_RANKS"] = str(self.args.nproc)
         found["LOCKSTEP_WATCH_DEVICES"] = "cpu" if self.on_cpu else "as they are"
         found.setdefault("OMP_NUM_THREADS", "1")

@@ -35,11 +35,17 @@ class Lesson(NamedTuple):
         """Return the path of the script."""
         return ROOT / "lessons" / f"lesson_{self.number}_{self.slug}.py"
 
+    @property
+    def proof(self):
+        """Return the path of the file that judges what its ranks were seen to do, if it has one."""
+        return ROOT / "lessons" / "proofs" / f"lesson_{self.number}.py"
+
 
 TORCH = ("torch", "numpy")
+WATCHED = (*TORCH, "wrapt")  # by the launcher, for the proof
 TABLE = (
     Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
-    Lesson("02", "launch_ddp", TORCHRUN, TORCH),
+    Lesson("02", "launch_ddp", TORCHRUN, WATCHED),
     Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "tqdm")),
     Lesson("04", "init_methods", ITSELF, TORCH),
     Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard")),

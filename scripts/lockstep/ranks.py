@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep import ending, imports, joining, lessons, network
+from lockstep import ending, imports, joining, lessons, network, proofs
 from lockstep.flags import Flags, split_at_dashes, whole
 
 RANK = Path(__file__).with_name("rank.py")
@@ -38,6 +38,7 @@ class Job:
         self.node_rank = int(os.environ.get("LOCKSTEP_NODE_RANK", 0))
         host, port, seconds = os.environ.get("LOCKSTEP_STORE", "127.0.0.1 0 60").split()
         self.host, self.port, self.seconds = host, int(port), int(seconds)
+        self.store = None  # where the machines meet
 
 
 def main(script, arguments):
@@ -48,24 +49,31 @@ def main(script, arguments):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     job = Job()
     imports.import_quickly("torch.distributed.run")
+    args = None
     if lessons.of_script(script):
-        check(script, own.nproc, flags, job)
+        args = check(script, own.nproc, flags, job)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        proofs.Watch(script) as seen,
+    ):
         os.environ |= {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": folder}
         os.environ["TMPDIR"] = folder  # so what a rank leaves that is ended goes with it
         os.environ["LOCKSTEP_PARENT"] = str(os.getpid())
         try:
-            start_ranks(own, folder, flags, job)
+            start_ranks(own, folder, [f for f in flags if f != "--json" or not seen.proof], job)
         except SignalException as stop:
             return 128 + stop.sigval
         except ChildFailedError as error:
+            proofs.send_nothing(seen, job)
             return tell_failure(error.failures, Path(folder), script, job)
         finally:
             for signal_number in ending.WORDS:  # torchrun's own handlers would raise, too late
                 signal.signal(signal_number, signal.SIG_IGN)
+        if seen.proof:
+            return proofs.judge(seen, args, own, job)
         is_one_of_many = own.nproc * len(job.nodes) > 1 and not lessons.of_script(script)
         if is_one_of_many and job.node_rank == 0 and not joining.has_seen("joined", folder):
             print(f"note: {joining.ALONE}", file=sys.stderr)
@@ -98,22 +106,27 @@ def check(script, nproc, flags, job):
 
     Without flags, and with no more ranks than the smallest default batch has rows for, there is
     nothing to check. It runs in this process, which needs torch as well: importing it takes longer
-    than the check. So what is checked must leave no thread and no signal handler here.
+    than the check. So what is checked must leave no thread and no signal handler here. Of a lesson
+    that is watched, it returns the flags.
     """
     asks_for_help = bool({"-h", "--help"} & set(flags))
     if asks_for_help and job.node_rank > 0:
         sys.exit()  # the first machine says it
     world_size = nproc * len(job.nodes)
-    if not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
-        return
+    proof = lessons.of_script(script).proof.exists()
+    if not proof and not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
+        return None
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
     place["LOCAL_WORLD_SIZE"] = str(nproc)
     if lessons.of_script(script).start == lessons.LAUNCH_JOB:
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     flags = ["--help"] if asks_for_help else flags
     with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
+        if proof:
+            return proofs.read_flags(script, flags, world_size, nproc)
         lesson = runpy.run_path(str(script), run_name="lesson")
         lesson["parse_args"](flags)  # leaves with exit code 2, or with 0 after --help
+        return None
 
 
 def start_ranks(own, folder, flags, job):
@@ -154,6 +167,7 @@ def register_rendezvous(job):
                 wait_for_first_machine(job)
             store = TCPStore(host, port, is_master=job.node_rank == 0, **options)
             check_in(store, job)
+            job.store = store
             place = RendezvousStoreInfo(host, port)
             return RendezvousInfo(store, job.node_rank, len(job.nodes), place)
 

@@ -18,14 +18,28 @@ MOST = 2**18  # numbers of a tensor that are looked at, in a large model
 
 _file = {"process": None, "descriptor": None}
 process = {"rank": None, "large": False}  # what is known of this process
-settings = {"folder": "", "home": "", "updates": 0}
+settings = {"folder": "", "home": "", "updates": 0, "values": 0}
+
+
+def environment(folder, script, updates=0, values=0):
+    """Return what a process finds in its environment that is to be watched.
+
+    `folder` is where facts go. After so many `updates` a rank leaves; 0: never. At every so many
+    updates (`values`) it writes down all gradients and parameters; 0: never.
+    """
+    inject = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
+    path = os.pathsep.join(filter(None, [inject, os.environ.get("PYTHONPATH")]))
+    found = {"PYTHONPATH": path, "LOCKSTEP_WATCH": str(folder)}
+    found["LOCKSTEP_WATCH_HOME"] = os.path.dirname(os.path.abspath(script))
+    return found | {"LOCKSTEP_WATCH_UPDATES": str(updates), "LOCKSTEP_WATCH_VALUES": str(values)}
 
 
 def begin():
     """Read from the environment where facts go, and where the script is."""
     settings["folder"] = os.environ["LOCKSTEP_WATCH"]
     settings["home"] = os.environ["LOCKSTEP_WATCH_HOME"]
-    settings["updates"] = int(os.environ["LOCKSTEP_WATCH_UPDATES"])  # leave after so many; 0: never
+    settings["updates"] = int(os.environ["LOCKSTEP_WATCH_UPDATES"])
+    settings["values"] = int(os.environ["LOCKSTEP_WATCH_VALUES"])
 
 
 def note(what, **facts):
@@ -39,6 +53,15 @@ def note(what, **facts):
         note("start", RANK=os.environ.get("RANK"), child_of=parent, main=main)
     line = json.dumps({"what": what, "at": time.time(), **facts}) + "\n"
     os.write(_file["descriptor"], line.encode())
+
+
+def keep(values, name):
+    """Keep {name: vector of numpy} in a file of their own; return its name, for a fact."""
+    import numpy as np
+
+    file = f"{os.getpid()}_{name}.npz"
+    np.savez(os.path.join(settings["folder"], file), **values)
+    return file
 
 
 # --- Lines of the reader's own files ---

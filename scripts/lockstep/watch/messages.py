@@ -15,6 +15,9 @@ COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to
 COLLECTIVES += ["gather_object", "all_gather_object", "scatter_object_list"]
 COLLECTIVES += ["broadcast_object_list"]
 
+OF_A_LAUNCHER = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+OF_A_LAUNCHER += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+
 _inside = []  # a collective that is made of others counts once
 
 
@@ -40,6 +43,7 @@ def join(init, instance, args, kwargs):
     facts.process["rank"] = dist.get_rank()
     end.watch_this_rank()
     place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    place["environment"] = {name: os.environ.get(name) for name in OF_A_LAUNCHER}
     facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
     stack = open(os.path.join(facts.settings["folder"], f"{os.getpid()}.stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)

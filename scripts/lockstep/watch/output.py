@@ -22,6 +22,8 @@ def watch():
 def say(function, instance, args, kwargs):
     """A line is printed."""
     place = facts.where()
+    if facts.settings["values"] and place:
+        facts.note("said", text=" ".join(map(str, args)))
     if place and place not in _printed and kwargs.get("file") in (None, sys.stdout):
         _printed.add(place)
         facts.note("print", where=place)

@@ -9,13 +9,14 @@ from pathlib import Path
 class Rank:
     """What one rank did, in order: its epochs, forwards, updates, calls, and how it ended."""
 
-    def __init__(self, events, stack=""):
-        self.events, self.stack = events, stack
+    def __init__(self, events, stack="", folder=None):
+        self.events, self.stack, self.folder = events, stack, folder
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
         self.drawn, self.group, self.error, self.ended = [], None, None, None
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
         self._rows, self._past = [], []  # since the last update
+        self._batch, self._asked = None, []  # row numbers: of the last batch; trained since then
         for number, event in enumerate(events):
             event["number"] = number
             take = getattr(self, f"take_{event['what']}", None)
@@ -30,6 +31,7 @@ class Rank:
     def take_batch(self, event):
         self._last = self._open[event["loader"], event["epoch"]]
         self._last["batches"].append(event["rows"])
+        self._batch = event["rows"]
         self.forwards.append(event)
 
     def take_ended(self, event):
@@ -40,12 +42,15 @@ class Rank:
         self.forwards.append(event)
         if event["train"] and event["grad"]:
             self._rows.append(event["rows"])
+            self._asked += self._batch or []
+            self._batch = None
             self._past += [event["where"]] if event["past"] else []
 
     def take_update(self, event):
         trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]
         event |= {"past": self._past, "mode": trained[-1]["train"] if trained else None}
-        self._rows, self._past = [], []
+        event["asked"] = self._asked
+        self._rows, self._past, self._asked = [], [], []
         if self._last:
             self._last["trains"] = True
         self.updates.append(event)
@@ -84,6 +89,23 @@ class Rank:
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
 
+    def values(self, update):
+        """Return {"before", "gradients", "after"} of an update: {name: vector}; None if not kept.
+
+        Before and after are the parameters'. A vector is None where there is no gradient.
+        """
+        if update["values"] is None:
+            return None
+        import numpy as np
+
+        names = self.names(update)
+        found = {what: dict.fromkeys(names) for what in ("before", "gradients", "after")}
+        with np.load(Path(self.folder, update["values"])) as kept:
+            for key in kept.files:
+                what, number = key.split("/")
+                found[what][names[int(number)]] = kept[key]
+        return found
+
     def most_updates(self):
         """Return how many updates the optimizer has made that has made most."""
         return max(Counter(u["optimizer"] for u in self.updates).values(), default=0)
@@ -113,7 +135,7 @@ class Rank:
 def read(folder, by_torchrun):
     """Return the jobs of a run, each {rank: Rank}, in order: a script may start ranks twice."""
     ranks, workers = [], defaultdict(list)
-    for path in sorted(Path(folder).glob("*.jsonl")):
+    for path in sorted(Path(folder).rglob("*.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         start = events[0]
         group = next((event for event in events if event["what"] == "group"), None)
@@ -129,12 +151,13 @@ def read(folder, by_torchrun):
         else:
             continue  # the process that has started the ranks
         stack = path.with_suffix(".stack")
-        ranks.append((start["at"], rank, events, stack.read_text() if stack.exists() else ""))
+        stack = stack.read_text() if stack.exists() else ""
+        ranks.append((start["at"], rank, events, stack, path.parent))
     jobs = []
-    for _, rank, events, stack in sorted(ranks, key=lambda one: one[:2]):
+    for _, rank, events, stack, place in sorted(ranks, key=lambda one: one[:2]):
         job = next((job for job in jobs if rank not in job), None)
         if job is None:
             jobs.append(job := {})
-        job[rank] = Rank(events, stack)
+        job[rank] = Rank(events, stack, place)
         job[rank].drawn += [event for event in workers[rank] if event["what"] == "drawn"]
     return [dict(sorted(job.items())) for job in jobs]

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 import time
+import zlib
 
 from lockstep.watch import facts, models
 from lockstep.watch.hooks import around
@@ -113,6 +114,7 @@ def tell_of(known):
     found = known["parameters"]
     about = {"names": models.names_of(found), "type": type(known["optimizer"]).__name__}
     about["kinds"] = [str(p.dtype).removeprefix("torch.") for p in found]
+    about["device"] = found[0].device.type
     about["wanted"] = [p.requires_grad for p in found]
     about["sharded"] = any(hasattr(p, "to_local") for p in found)
     facts.note("optimizer", number_of=known["number"], where=known["where"], **about)
@@ -159,6 +161,24 @@ def before(optimizer, args, kwargs):
             "backwards": _backwards[:],
             "clipped": _clipped[:],
         }
+        known["values"] = None
+        if is_kept(known["made"]):
+            known["values"] = numbers("before", found) | numbers("gradients", grads)
+
+
+def is_kept(made):
+    """Return whether all values of the update after `made` others are written down, for a proof.
+
+    Of the first two they are; then of every so many on average, without a period.
+    """
+    every = facts.settings["values"]
+    return bool(every) and (made < 2 or zlib.crc32(b"%d" % made) % every == 0)
+
+
+def numbers(what, tensors):
+    """Return {"what/3": a copy of the fourth tensor as a vector}, without those that are None."""
+    pairs = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
+    return {f"{what}/{number}": facts.flat(tensor).numpy().copy() for number, tensor in pairs}
 
 
 def after(optimizer, args, kwargs):
@@ -168,7 +188,11 @@ def after(optimizer, args, kwargs):
     if _inside:
         return
     sums = [facts.checksum(p) for p in known["parameters"]]
-    facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
+    kept = known.pop("values")
+    if kept:
+        kept |= numbers("after", known["parameters"])
+        kept = facts.keep(kept, f"{known['number']}_{known['made']}")
+    facts.note("update", optimizer=known["number"], after=sums, values=kept, **known.pop("now"))
     _backwards.clear()
     _clipped.clear()
     _unclipped.clear()

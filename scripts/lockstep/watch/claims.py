@@ -1,0 +1,142 @@
+"""What several lessons claim, judged by what their ranks were seen to do: proofs are made of it.
+
+A function that is called wrong_... returns what is wrong as a sentence, or None.
+"""
+
+import math
+from collections import Counter
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Verdict(NamedTuple):
+    """What a proof says: the claim with its number, all that is wrong, what else is to be told."""
+
+    claim: str
+    wrong: list  # of sentences
+    numbers: dict  # for --json
+    lines: list  # to be printed before the verdict
+
+
+def steps(job):
+    """Return the updates of all ranks: [[update of rank 0, of rank 1, ...] of each step]."""
+    return [list(step) for step in zip(*(rank.updates for rank in job.values()), strict=False)]
+
+
+# --- The group ---
+
+
+def wrong_in_group(job, started):
+    """All ranks that were started train together: is the group as large as their number?"""
+    sizes = sorted({rank.group["world"] for rank in job.values() if rank.group})
+    if list(job) == list(range(started)) and sizes == [started]:
+        return None
+    return f"{started} processes were started; the group has {', '.join(map(str, sizes)) or 'none'}"
+
+
+def wrong_in_count(job, wanted):
+    """Every rank makes as many updates."""
+    made = [len(rank.updates) for rank in job.values()]
+    return None if set(made) == {wanted} else f"updates, rank by rank: {made}, and not {wanted}"
+
+
+# --- The rows ---
+
+
+def steps_per_epoch(length, world_size, batch_size):
+    """Return how many steps an epoch has: all ranks get as many rows, in batches of their own."""
+    return math.ceil(math.ceil(length / world_size) / (batch_size // world_size))
+
+
+def wrong_in_rows(job, length, batch_size):
+    """Each epoch deals all rows out, none twice but to fill the last places, in a new order."""
+    batches = [[update["asked"] for update in step] for step in steps(job)]
+    world_size = len(job)
+    share, each = batch_size // world_size, math.ceil(length / world_size)
+    per_epoch, beginnings = steps_per_epoch(length, world_size, batch_size), set()
+    for number, step in enumerate(batches):
+        sizes, wanted = [len(rows) for rows in step], min(share, each - number % per_epoch * share)
+        if sizes != [wanted] * world_size:
+            return f"step {number + 1}: {sizes} rows, rank by rank, and not {wanted} each"
+    for first in range(0, len(batches), per_epoch):
+        epoch = batches[first : first + per_epoch]
+        dealt = [*chain(*chain(*epoch))]
+        repeated = len(dealt) - len(Counter(dealt))
+        if repeated > -length % world_size:  # so many fill the last places: 102 for 100 rows
+            return f"epoch {first // per_epoch}: {repeated} rows went to two ranks, or came twice"
+        if len(epoch) == per_epoch and len(Counter(dealt)) < length:
+            return f"epoch {first // per_epoch}: only {len(Counter(dealt))} of {length} rows came"
+        if len(dealt) >= 8 and tuple(dealt[:8]) in beginnings:
+            return f"epoch {first // per_epoch}: the order is that of an earlier one"
+        beginnings.add(tuple(dealt[:8]))
+    return None
+
+
+# --- The replicas ---
+
+
+def wrong_in_replicas(job):
+    """The parameters of all ranks are equal after each update, to the last bit."""
+    for number, step in enumerate(steps(job)):
+        if any(update["after"] != step[0]["after"] for update in step):
+            return f"the replicas are not equal after step {number + 1}"
+    return None
+
+
+def spreads(job):
+    """Return how far parameters differ between ranks after each update of which values are kept."""
+    found = []
+    for step in steps(job):
+        of_ranks = [r.values(u) for r, u in zip(job.values(), step, strict=True)]
+        if None not in of_ranks:
+            stacked = np.stack([as_vector(values["after"]) for values in of_ranks])
+            found.append(float(np.ptp(stacked, axis=0).max()))
+    return found
+
+
+def as_vector(values):
+    """Return {name: vector or None} as one vector; nan where there is none."""
+    return np.concatenate([np.array([math.nan]) if v is None else v for v in values.values()])
+
+
+# --- What is printed ---
+
+
+def wrong_in_words(job, lines):
+    """Rank 0 has printed these lines, in this order, and the others nothing."""
+    said = {rank: [event["text"] for event in seen.of("said")] for rank, seen in job.items()}
+    for line, wanted in zip([*said.pop(0), *[""] * len(lines)], lines, strict=False):
+        if line != wanted:
+            return f"rank 0 says {line!r}, and not {wanted!r}"
+    loud = [rank for rank, lines in said.items() if lines]
+    return f"rank {loud[0]} prints, too" if loud else None
+
+
+# --- One process ---
+
+
+def fill(model, values):
+    """Give a model these parameters, {name: vector}; raises KeyError if one of them is missing."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(values[name]).reshape(parameter.shape))
+
+
+def numbers_of(model, what):
+    """Return what(parameter) of each parameter of a model, as one vector of numpy."""
+    vectors = [what(parameter).detach().reshape(-1).numpy() for parameter in model.parameters()]
+    return np.concatenate(vectors)
+
+
+def off(theirs, ours):
+    """Return the largest difference of two vectors; nan if they have not as many numbers."""
+    return float(np.abs(theirs - ours).max()) if theirs.shape == ours.shape else math.nan
+
+
+def worst(differences):
+    """Return the largest; nan if one of them is, or if there is none."""
+    return float(np.max(differences)) if differences else math.nan
