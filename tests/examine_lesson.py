@@ -22,6 +22,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("lessons", "notebooks", "scripts")]
 
+from lockstep import proofs  # noqa: E402
+
 BAD = ["--steps 0", "--steps two", "--batch-size -1", "--seed -1", "--seed 4294967296"]
 BAD += ["--no-such-flag", "--step 3"]  # no abbreviations: they would change their meaning one day
 BAD += [f"--seed {'9' * 5000}"]  # a long value is not repeated as a whole
@@ -54,6 +56,9 @@ def call(lesson, flags):
     argv, sys.argv = sys.argv, [lesson.__file__, *flags.split()]
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            if proofs.of_script(lesson.__file__):
+                proofs.read_flags(lesson.__file__, flags.split(), 2, 2)
+                raise AssertionError("these flags were taken")
             code = lesson.main(lesson.parse_args())
     except SystemExit as stop:
         code = stop.code

@@ -17,6 +17,7 @@ from conftest import ROOT, run_warm
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+PROOFS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons" / "proofs").glob("*.py"))}
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
@@ -199,6 +200,8 @@ def test_copied_blocks_are_equal_to_the_letter():
 def test_technique_comes_first_and_the_frame_last(lesson):
     source = SCRIPTS[lesson].read_text()
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
+    if lesson in PROOFS:
+        return
     order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
     assert order == sorted(order)
     frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
@@ -214,15 +217,38 @@ def test_technique_is_what_a_reader_copies(lesson):
     A context manager is written with one `yield`, and is no generator that a proof could step.
     """
     source = text_of(SCRIPTS[lesson])
-    technique = source.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
+    technique = technique_of(source)
     contexts = technique.count("@contextlib.contextmanager\ndef ")
     assert len(re.findall(r"^ +yield$", technique, re.MULTILINE)) == contexts
     technique = re.sub(r"^ +yield$", "", technique, count=contexts, flags=re.MULTILINE)
     assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
-    assert source.endswith(END_OF_FRAME)
+    assert source.endswith(END_OF_SCRIPT if lesson in PROOFS else END_OF_FRAME)
     assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")
 
 
+def technique_of(source):
+    """Return what stands between its title and the next one."""
+    return re.split(r"# --- .* ---\n", source)[1]
+
+
+@pytest.mark.parametrize("lesson", PROOFS, ids="lesson_{}".format)
+def test_a_lesson_with_a_proof_is_its_technique(lesson):
+    """It has no watcher and no verdict; half of its code, at least, is what a reader copies."""
+    source = text_of(SCRIPTS[lesson])
+    assert re.findall(r"# --- (.*) ---\n", source) == ["The technique", "The example"]
+    assert source.count("\n") <= 150
+    assert not re.search(r"PASS|FAIL|json|conclude|whole", source.rpartition('"""\n\nimport')[2])
+    code = [line for line in source.rpartition('"""\n\nimport')[2].splitlines() if line.strip()]
+    technique = [line for line in technique_of(source).splitlines() if line.strip()]
+    rest = [line for line in code if not line.startswith(("import ", "from "))]
+    assert len(technique) >= len(rest) / 2
+
+
+END_OF_SCRIPT = """
+
+if __name__ == "__main__":
+    main(parse_args())
+"""
 END_OF_FRAME = """
 
 if __name__ == "__main__":
@@ -233,7 +259,8 @@ if __name__ == "__main__":
 
 @each
 def test_functions_are_short(lesson):
-    for node in ast.walk(parsed(SCRIPTS[lesson])):
+    files = [SCRIPTS[lesson], *filter(None, [PROOFS.get(lesson)])]
+    for node in [node for file in files for node in ast.walk(parsed(file))]:
         if isinstance(node, ast.FunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (25 if node.name == "main" else 30), f"{node.name} has {lines} lines"

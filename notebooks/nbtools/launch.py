@@ -1,4 +1,4 @@
-"""Run the launcher of a lesson, as a reader does in a terminal."""
+"""Run the launcher of a lesson, or the check of a script, as a reader does in a terminal."""
 
 import contextlib
 import fcntl
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from nbtools.blame import RankFailed
@@ -33,7 +34,8 @@ def launch(lesson, deadline=1500, **flags):
     result = _result_of_the_tests(lesson, words)
     if result is not None:
         return result
-    process = _run(lesson, words, deadline)
+    command = ["bash", str(ROOT / "scripts" / f"lesson_{lesson:02}.sh"), "--json", *words]
+    process = _run(command, f"lesson {lesson:02}", deadline)
     if process.returncode != 0:
         said = process.stderr.strip() or process.stdout.strip() or "no output"
         code = f"exit code {process.returncode}"
@@ -42,9 +44,29 @@ def launch(lesson, deadline=1500, **flags):
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def _run(lesson, words, deadline):
-    """Run the launcher to its end; return the CompletedProcess."""
-    command = ["bash", str(ROOT / "scripts" / f"lesson_{lesson:02}.sh"), "--json", *words]
+def check(script, edits=(), nproc=2, deadline=600):
+    """Return what `scripts/check.sh` says of a script after these edits: a list of findings.
+
+    An edit is (text that is there once, text in its place). A finding is a dict with the keys of
+    `--json`, among them `strength`, `text`, `place` (such as "train.py:41") and `ranks`. Raises
+    LaunchFailed if the script could not be run.
+    """
+    text = Path(script).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+        text = text.replace(old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(text)
+        command = ["bash", str(ROOT / "scripts" / "check.sh"), "--json", f"--nproc={nproc}"]
+        process = _run([*command, str(path)], "the check", deadline)
+    if process.returncode not in (0, 1):
+        raise LaunchFailed(process.stderr.strip(), process.stdout + process.stderr)
+    return json.loads(process.stdout)["findings"]
+
+
+def _run(command, name, deadline):
+    """Run a launcher to its end; return the CompletedProcess."""
     # The lesson is not in the launcher's process group: the launcher has to end it. So it is asked
     # politely first, and gets the time that torchrun gives its ranks, and a little more.
     farewell = f"kill -TERM 0; sleep {PATIENCE + 3}"
@@ -65,7 +87,7 @@ def _run(lesson, words, deadline):
         try:
             stdout, stderr = process.communicate(timeout=deadline)
         except subprocess.TimeoutExpired:
-            raise LaunchFailed(f"lesson {lesson:02} had not finished after {deadline} s") from None
+            raise LaunchFailed(f"{name} had not finished after {deadline} s") from None
         finally:
             _end(process, group)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
