@@ -244,7 +244,7 @@ def run_watched(rank, world_size, sources, places, flags, values):
             run_main(rank, world_size, source, flags)
             ended[name] = None
         except SystemExit as stop:
-            ended[name] = str(stop)
+            ended[name] = str(stop) if stop.code else None
         except Exception as error:
             error.add_note(f"in the break {name!r}")
             raise
@@ -268,7 +268,7 @@ def run_main(rank, world_size, source, flags):
     """Run a script's main() on a rank, whose group exists already, as if it joined it."""
     import torch
     import torch.distributed as dist
-    from lockstep.watch import messages
+    from lockstep.watch import messages, models
 
     def join(*args, **kwargs):
         messages.join(lambda *args, **kwargs: None, None, args, kwargs)
@@ -282,12 +282,15 @@ def run_main(rank, world_size, source, flags):
 
         def launch_job(func, nproc, *args):
             join()
-            return func(*place, *args)
+            result = func(*place, *args)
+            models.note_states()
+            return result if rank == 0 else sys.exit()
 
         script["launch_job"] = launch_job
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(dist, "init_process_group", join))
-        stack.enter_context(patch.object(dist, "destroy_process_group", lambda *_: None))
+        leave = lambda *_: models.note_states()  # noqa: E731
+        stack.enter_context(patch.object(dist, "destroy_process_group", leave))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         script["main"](script["parse_args"](flags))
 

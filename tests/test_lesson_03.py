@@ -1,9 +1,9 @@
 """Lesson 03: ranks that a script starts itself, real data, an evaluation that counts once."""
 
-import contextlib
 import functools
-import io
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from breaks import check_breaks
-from conftest import ENVIRONMENT, run_lesson, run_warm
+from conftest import ENVIRONMENT, ROOT, run_lesson, run_warm
+from lockstep import lessons, proofs
 from nbtools import run
 from sklearn.metrics import accuracy_score, f1_score
 from torch import nn
@@ -24,6 +25,7 @@ from torch import nn
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CPU = torch.device("cpu")
+proof = proofs.of_lesson(lessons.find("03"))
 
 BREAKS = {
     "the same images on all ranks": (
@@ -81,19 +83,11 @@ def one_thread():
 # --- The whole script ---
 
 
-def test_after_300_steps_an_accuracy_of_95_percent_is_asked_for():
-    right = torch.diag(torch.tensor([28] * 9 + [45]))  # 297 images
-    wrong = right.clone()
-    wrong[9] = torch.tensor([15] + [0] * 8 + [30])  # 15 images of 297: 0.9495
-
-    def verdict(counts, *flags):
-        facts = {"backend": "gloo", "device": "cpu", "counts": counts.tolist(), "wrong": []}
-        facts |= {"loss_per_rank": [[2.0], [2.0]], "param_change": 0.1, "param_spread": 0.0}
-        with patch.object(lesson, "launch_job", lambda *_: facts):
-            return lesson.main(lesson.parse_args(flags))[0]
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert (verdict(right), verdict(wrong), verdict(wrong, "--steps=5")) == (True, False, True)
+def test_after_300_steps_an_accuracy_of_95_percent_is_asked_for(default_run):
+    wanted = [proof.wanted_accuracy(*given) for given in ((300, 60), (299, 60), (300, 59))]
+    assert wanted == [0.95, 0.0, 0.0]
+    said = default_run(3).stdout.splitlines()[-2]
+    assert re.fullmatch(r"PASS accuracy 0\.9[5-9]\d on 297 images, asked for: 0.95", said)
 
 
 @pytest.mark.claim("C9")
@@ -102,7 +96,7 @@ def test_two_jobs_at_once_both_pass():
     flags = ["--nproc=2", "--steps=2", "--batch-size=8"]
     jobs = run_warm(lesson.__file__, 2, *flags, unset=["RANK", "WORLD_SIZE", "LOCAL_RANK"])
     assert [code for code, _ in jobs] == [0, 0]
-    assert all(stdout.splitlines()[-1].startswith("PASS ") for _, stdout in jobs)
+    assert all(stdout.endswith(", from the same counts of 297 images\n") for _, stdout in jobs)
 
 
 def test_ranks_that_never_met_end_in_fail(tmp_path):
@@ -112,16 +106,27 @@ def test_ranks_that_never_met_end_in_fail(tmp_path):
     assert len(told) == 2
     for line in told:
         source = source.replace(line, "    pass")
-    (tmp_path / "script.py").write_text(source)
+    script = tmp_path / "script.py"
+    script.write_text(source)
     flags = ["--nproc=2", "--steps=2", "--batch-size=8"]
-    ((code, stdout),) = run_warm(tmp_path / "script.py", 1, *flags)
-    claim = stdout.splitlines()[-1]
-    assert code == 1 and "2 ranks were started; the group has 1" in claim
+    program = [sys.executable, "-c", AS_LESSON_03, str(script), *flags]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    claim = ended.stdout.splitlines()[-1]
+    assert ended.returncode == 1 and "2 processes were started; the group has 1" in claim, ended
+
+
+AS_LESSON_03 = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+from lockstep import inside, lessons
+lessons.of_script = lambda path: lessons.find("03")
+inside.main([lessons.LAUNCH_JOB, *sys.argv[1:]])
+"""
 
 
 def test_fewer_images_than_ranks_are_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        lesson.parse_args(["--nproc=4", "--batch-size=3"])
+        proofs.read_flags(lesson.__file__, ["--nproc=4", "--batch-size=3"], 1, 1)
     assert stop.value.code == 2
     assert "--batch-size: must be at least --nproc, 4" in capsys.readouterr().err
 
@@ -147,7 +152,7 @@ if __name__ == "__main__":
 
 def test_the_technique_runs_unchanged_in_a_file_of_a_reader(tmp_path):
     source = Path(lesson.__file__).read_text()
-    technique = source.partition("# --- The proof ---")[0].replace(lesson.__doc__, "")
+    technique = source.partition("# --- The example ---")[0].replace(lesson.__doc__, "")
     (tmp_path / "own.py").write_text(technique + OF_A_READER)
     ((code, stdout),) = run_warm(tmp_path / "own.py", 1)
     assert (code, stdout.strip()) == (0, "[True, 90, True]")

@@ -48,10 +48,8 @@ def against_one_process(job, rows, targets, model):
 def judge(job, args, started, launcher):
     """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
     rows, targets, model = lesson.make_toy(args.seed)
-    alike = [name for name, _ in model.named_parameters()]
-    trained = [rank.names(update) for rank in job.values() for update in rank.updates[:1]]
-    if len(trained) < len(job) or any(names != alike for names in trained):
-        return claims.Verdict("the ranks train", ["some parameters were never updated"], {}, [])
+    if wrong := claims.wrong_in_optimizer(job, model):
+        return claims.Verdict("the ranks train one model", [wrong], {}, [])
     losses = loss_before_and_after(job, rows, targets, model)
     gradients_off, updates_off = against_one_process(job, rows, targets, model)
     spreads = claims.spreads(job)

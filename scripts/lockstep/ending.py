@@ -143,8 +143,24 @@ def innermost(error):
     return error
 
 
+def of_spawned(error):
+    """Return "rank N failed: " for an error that mp.spawn raises of a process; "" for others."""
+    number = getattr(error, "error_index", None)
+    return "" if number is None else f"rank {number} failed: "
+
+
+def told_by_spawned(error):
+    """Return the line with the error of a process, of the text that mp.spawn raises."""
+    lines = str(error).strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[places[-1] + 1 :] if places else lines
+    return next(line for line in after if not line.startswith(" "))
+
+
 def reason(error):
     """Return the type of an exception and the first line of its message, at most 300 letters."""
+    if of_spawned(error):
+        return in_plain_words(told_by_spawned(error))[:300]
     lines = traceback.format_exception_only(innermost(error))
     text = next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place
     text = re.sub(r"^(\S+:)\s*\n\s*", r"\1 ", text.strip())  # its first line may be empty

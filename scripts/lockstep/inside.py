@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 
-from lockstep import ending, ranks, rehearsal
+from lockstep import ending, lessons, proofs, ranks, rehearsal
 from lockstep.lessons import REHEARSAL, TORCHRUN
 
 
@@ -44,8 +44,10 @@ def run(how, script, flags):
             return ranks.main(script, flags)
         if how == REHEARSAL:
             return rehearsal.main(script, flags)
-        sys.argv = [script, *flags]
         sys.path[0] = os.path.dirname(os.path.abspath(script))
+        if proofs.of_script(script):
+            return run_watched(script, flags)
+        sys.argv = [script, *flags]
         ending.run_script(script)
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
@@ -56,6 +58,20 @@ def run(how, script, flags):
     except Exception as error:
         if ending.verbose():
             traceback.print_exc()
-        print(f"{os.path.basename(script)} failed: {ending.reason(error)}", file=sys.stderr)
+        failed = ending.of_spawned(error) or f"{os.path.basename(script)} failed: "
+        print(failed + ending.reason(error), file=sys.stderr)
         return 1
     return 0
+
+
+def run_watched(script, flags):
+    """Run a lesson that starts its own ranks, watched, and judge it; return the exit code."""
+    from lockstep.watch import hooks
+
+    args = proofs.read_flags(script, flags, 1, 1)
+    sys.path.append(str(lessons.ROOT / "scripts"))  # a spawned rank gets this path
+    with proofs.Watch(script) as seen:
+        hooks.start()  # the ranks find them by themselves; with one rank it is this process
+        sys.argv = [script, *[flag for flag in flags if flag != "--json"]]
+        ending.run_script(script)
+        return seen.judge(args, args.nproc, "none")

@@ -46,7 +46,7 @@ WATCHED = (*TORCH, "wrapt")  # by the launcher, for the proof
 TABLE = (
     Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
     Lesson("02", "launch_ddp", TORCHRUN, WATCHED),
-    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "tqdm")),
+    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*WATCHED, "scikit-learn")),
     Lesson("04", "init_methods", ITSELF, TORCH),
     Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard")),
     Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),

@@ -102,10 +102,15 @@ class Watch:
 
     def judge(self, args, started, launcher):
         """Print the verdict, and the numbers if `args` asks for JSON; return the exit code."""
-        from lockstep.watch import read
+        from lockstep.watch import claims, read
 
-        (job,) = read.read(self.folder.name, by_torchrun=launcher != "none") or [{}]
-        verdict = self.proof.judge(job, args, started, launcher)
+        jobs = read.read(self.folder.name, by_torchrun=launcher != "none")
+        if (
+            jobs and 0 in jobs[0]
+        ):  # ranks that have not met are several jobs, and the first is small
+            verdict = self.proof.judge(jobs[0], args, started, launcher)
+        else:
+            verdict = claims.Verdict("the ranks train", ["rank 0 was not seen"], {}, [])
         passed = not verdict.wrong
         for line in verdict.lines:
             print(line)

@@ -120,8 +120,7 @@ def run_launched(lesson):
         return result
 
     lesson.launch_job = launch_job
-    args = lesson.parse_args([*sys.argv[1:], "--nproc", os.environ["WORLD_SIZE"]])
-    sys.exit(lesson.conclude(*lesson.main(args), args.json))
+    lesson.main(lesson.parse_args([*sys.argv[1:], "--nproc", os.environ["WORLD_SIZE"]]))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,15 @@ def spreads(job):
     return found
 
 
+def wrong_in_optimizer(job, model):
+    """The optimizer of each rank has all parameters of this model, by name and in its order."""
+    alike = [name for name, _ in model.named_parameters()]
+    trained = [rank.names(update) for rank in job.values() for update in rank.updates[:1]]
+    if len(trained) < len(job):
+        return "a rank has made no update"
+    return None if all(names == alike for names in trained) else "some parameters are not trained"
+
+
 def as_vector(values):
     """Return {name: vector or None} as one vector; nan where there is none."""
     return np.concatenate([np.array([math.nan]) if v is None else v for v in values.values()])

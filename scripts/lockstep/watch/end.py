@@ -23,7 +23,7 @@ def watch_this_rank():
     ours = os.getpid()
 
     def at_end():
-        if os.getpid() == ours:
+        if os.getpid() == ours and os.path.isdir(facts.settings["folder"]):
             models.note_states()
             facts.note("end")
 

@@ -1,11 +1,13 @@
 """The models: wrapped or not, what they are called with, in which mode, their buffers."""
 
+import weakref
+
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
 _models = {}  # id: [number, the module, whether it draws dropout masks]
 _wrapped = {}  # id of each module inside a DDP, and the module
-replicas = []  # the DDP objects
+replicas = weakref.WeakSet()  # the DDP objects: one that outlived its group could abort the process
 _inside = []
 
 
@@ -29,7 +31,7 @@ def wrap(init, ddp, args, kwargs):
     for part in module.modules():
         _wrapped[id(part)] = part
     ddp.__dict__["_parameters_then"] = list(module.parameters())
-    replicas.append(ddp)
+    replicas.add(ddp)
     about = {"init_sync": kwargs.get("init_sync", True), "sends_buffers": ddp.broadcast_buffers}
     about["members"] = dist.get_process_group_ranks(ddp.process_group)
     number = know(module)
@@ -135,4 +137,7 @@ def note_states():
         unowned = [name for name, p in named if p.requires_grad and id(p) not in owned]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         sums = [facts.checksum(p) for name, p in named if name not in ignored]
-        facts.note("state", number_of=number, buffers=buffers, unowned=unowned, sums=sums)
+        about = {"number_of": number, "training": module.training, "values": None}
+        if facts.settings["values"]:
+            about["values"] = facts.keep(updates.numbers("after", module.parameters()), "end")
+        facts.note("state", buffers=buffers, unowned=unowned, sums=sums, **about)

@@ -17,6 +17,7 @@ class Rank:
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
         self._rows, self._past = [], []  # since the last update
         self._batch, self._asked = None, []  # row numbers: of the last batch; trained since then
+        self.tested = []  # row numbers that a model was called with without gradients
         for number, event in enumerate(events):
             event["number"] = number
             take = getattr(self, f"take_{event['what']}", None)
@@ -43,6 +44,9 @@ class Rank:
         if event["train"] and event["grad"]:
             self._rows.append(event["rows"])
             self._asked += self._batch or []
+            self._batch = None
+        elif not event["grad"]:
+            self.tested += self._batch or []
             self._batch = None
             self._past += [event["where"]] if event["past"] else []
 
@@ -106,6 +110,14 @@ class Rank:
                 found[what][names[int(number)]] = kept[key]
         return found
 
+    def values_at_end(self):
+        """Return the last parameters of the first model that was seen: {name: vector}."""
+        import numpy as np
+
+        state = self.states[0]
+        with np.load(Path(self.folder, state["values"])) as kept:
+            return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
+
     def most_updates(self):
         """Return how many updates the optimizer has made that has made most."""
         return max(Counter(u["optimizer"] for u in self.updates).values(), default=0)
@@ -134,7 +146,7 @@ class Rank:
 
 def read(folder, by_torchrun):
     """Return the jobs of a run, each {rank: Rank}, in order: a script may start ranks twice."""
-    ranks, workers = [], defaultdict(list)
+    ranks, workers, said = [], defaultdict(list), []
     for path in sorted(Path(folder).rglob("*.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         start = events[0]
@@ -149,6 +161,7 @@ def read(folder, by_torchrun):
         elif any(event["what"] in ("update", "forward") for event in events):
             rank = 0  # a script of one process
         else:
+            said += [event for event in events if event["what"] == "said"]
             continue  # the process that has started the ranks
         stack = path.with_suffix(".stack")
         stack = stack.read_text() if stack.exists() else ""
@@ -160,4 +173,6 @@ def read(folder, by_torchrun):
             jobs.append(job := {})
         job[rank] = Rank(events, stack, place)
         job[rank].drawn += [event for event in workers[rank] if event["what"] == "drawn"]
+    if jobs and 0 in jobs[-1]:
+        jobs[-1][0].events += said  # what is told in the end, it tells for rank 0
     return [dict(sorted(job.items())) for job in jobs]

@@ -44,6 +44,10 @@ def backward(function, instance, args, kwargs):
     """backward() is called."""
     silent = any(not ddp.require_backward_grad_sync for ddp in models.replicas)
     _backwards.append([facts.where(), silent])
+    if facts.settings["values"]:
+        tensors = args[0] if args else kwargs["tensors"]
+        loss = tensors if hasattr(tensors, "numel") else tensors[0]
+        facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
     return function(*args, **kwargs)
 
 
