@@ -237,8 +237,9 @@ def test_a_lesson_with_a_proof_is_its_technique(lesson):
     source = text_of(SCRIPTS[lesson])
     assert re.findall(r"# --- (.*) ---\n", source) == ["The technique", "The example"]
     assert source.count("\n") <= 250
-    assert not re.search(r"PASS|FAIL|args.json|conclude|whole", source.rpartition('"""\n\nimport')[2])
-    code = [line for line in source.rpartition('"""\n\nimport')[2].splitlines() if line.strip()]
+    below = source.rpartition('"""\n\nimport')[2]
+    assert not re.search(r"PASS|FAIL|args.json|conclude|whole", below)
+    code = [line for line in below.splitlines() if line.strip()]
     technique = [line for line in technique_of(source).splitlines() if line.strip()]
     rest = [line for line in code if not line.startswith(("import ", "from "))]
     assert len(technique) >= len(rest) / 2

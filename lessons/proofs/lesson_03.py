@@ -1,4 +1,4 @@
-"""What lesson 03 claims: its ranks trained one model on all images, and each test image counts once.
+"""What lesson 03 claims: one model, trained on all images, and each test image counts once.
 
 The script knows nothing of this file; see lesson_02.py. The gradients of some updates, and the
 scores, are compared with those of one process.
@@ -6,6 +6,7 @@ scores, are compared with those of one process.
 
 import importlib.util
 import re
+from itertools import chain
 
 import lesson_03_spawn_ddp as lesson
 import torch
@@ -103,7 +104,7 @@ def wrong_in_gradients(job, model, train_set, losses):
 def wrong_in_tested(job, images):
     """Each test image is evaluated once, by ranks that have equal shares."""
     tested = [rank.tested for rank in job.values()]
-    if sorted(sum(tested, [])) != list(range(images)):
+    if sorted(chain(*tested)) != list(range(images)):
         return f"{sum(map(len, tested))} images were evaluated, not {images} once"
     sizes = [len(numbers) for numbers in tested]
     return None if max(sizes) - min(sizes) <= 1 else f"the ranks evaluated {sizes} images"
