@@ -16,7 +16,6 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import psutil
 import pytest
@@ -658,16 +657,12 @@ SAID = {
 
 @pytest.mark.claim("B7")
 @pytest.mark.parametrize("error", [mp.ProcessRaisedException, mp.ProcessExitedException])
-def test_the_error_of_mp_spawn_becomes_one_line(monkeypatch, error):
+def test_the_error_of_mp_spawn_becomes_one_line(error):
     """Recorded errors; for real, below, mp.spawn raises them for the right rank."""
-    lesson = importlib.import_module(script_of("03").stem)
     text = list(SAID)[error is mp.ProcessExitedException]
     more = {"signal_name": "SIGKILL", "exit_code": -9} if "SIGKILL" in text else {}
-    launch_job = mock.Mock(side_effect=error(text, error_index=1, error_pid=0, **more))
-    monkeypatch.setattr(lesson, "launch_job", launch_job)
-    with pytest.raises(SystemExit) as stop:
-        lesson.main(lesson.parse_args([]))
-    assert stop.value.code.splitlines()[-1] == f"rank 1 failed: {SAID[text]}"
+    raised = error(text, error_index=1, error_pid=0, **more)
+    assert ending.of_spawned(raised) + ending.reason(raised) == f"rank 1 failed: {SAID[text]}"
 
 
 def fail_on_rank_1(rank, world_size, device, how, file):

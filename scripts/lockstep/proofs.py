@@ -80,18 +80,18 @@ def read_flags(script, flags, world_size, ranks_here):
 class Watch:
     """Watches the processes that start while it is on, of a script that has a proof; else nothing.
 
-    What they do is in a folder that goes with it.
+    What they do is in a folder that goes with it; it is made in `place`, if that is given.
     """
 
-    def __init__(self, script):
+    def __init__(self, script, place=None):
         self.script, self.proof = str(script), of_script(script)
-        self.folder = None
+        self.place, self.folder = place, None
 
     def __enter__(self):
         if self.proof:
             from lockstep.watch import facts
 
-            self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_")
+            self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_", dir=self.place)
             values = self.proof.KEEP_VALUES
             os.environ.update(facts.environment(self.folder.name, self.script, 0, values))
         return self
