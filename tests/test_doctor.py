@@ -122,7 +122,7 @@ TROUBLES = [  # what is patched, with what; who looks at it; what is said
     (metadata, "version", installed(torch="2"), "versions", "not ok", "torch 2, .*setup.sh 02$"),
     (metadata, "version", installed(tqdm="2"), "versions", "not ok", "tqdm 2, .*setup.sh$"),
     (metadata, "version", installed(**NO_TORCH), "versions", "not ok", "^there is no torch ->"),
-    (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: cloudp.*launcher says"),
+    (metadata, "version", ONLY_03, "versions", "ok", "4 packages.*: tqdm, cloudp.*launcher says"),
     (machine, "count_cores", lambda: 1, "cores", "limited", "for 2 ranks -> .*--cpus-per-task"),
     (needs, "free_memory", lambda: 1e9, "memory", "not ok", "1.0 GB free, 4 .*smaller --nproc"),
     (resource, "getrlimit", lambda _: (256, 9999), "open_files", "limited", "256.* 71 .*-n 4096$"),

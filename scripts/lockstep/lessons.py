@@ -42,11 +42,10 @@ class Lesson(NamedTuple):
 
 
 TORCH = ("torch", "numpy")
-WATCHED = (*TORCH, "wrapt")  # by the launcher, for the proof
 TABLE = (
     Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
-    Lesson("02", "launch_ddp", TORCHRUN, WATCHED),
-    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*WATCHED, "scikit-learn")),
+    Lesson("02", "launch_ddp", TORCHRUN, (*TORCH, "wrapt")),
+    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "wrapt")),
     Lesson("04", "init_methods", ITSELF, TORCH),
     Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard")),
     Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
