@@ -14,8 +14,10 @@ class Rank:
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
         self.drawn, self.group, self.error, self.ended = [], None, None, None
+        self.memory = {}  # the most bytes after an update, by kind
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
         self._rows, self._past = [], []  # since the last update
+        self.made, self.left_out = [], {}  # what there was no room for, and since which event
         for number, event in enumerate(events):
             event["number"] = number
             take = getattr(self, f"take_{event['what']}", None)
@@ -44,9 +46,10 @@ class Rank:
 
     def take_update(self, event):
         trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]
+        trained = [] if "forwards" in self.left_out else trained
         event |= {"past": self._past, "mode": trained[-1]["train"] if trained else None}
         self._rows, self._past = [], []
-        if self._last:
+        if self._last and "rows" not in self.left_out:
             self._last["trains"] = True
         self.updates.append(event)
 
@@ -74,6 +77,16 @@ class Rank:
     def take_error(self, event):
         self.error = event
 
+    def take_memory(self, event):
+        numbers = {kind: n for kind, n in event.items() if kind not in ("what", "at", "number")}
+        self.memory = {kind: max(n, self.memory.get(kind, 0)) for kind, n in numbers.items()}
+
+    def take_made(self, event):
+        self.made = event["updates"]
+
+    def take_left_out(self, event):
+        self.left_out.setdefault(event["kind"], event["number"])
+
     def take_end(self, event):
         self.ended = "end"
 
@@ -84,9 +97,14 @@ class Rank:
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
 
+    def count(self):
+        """Return how many updates were made, by all optimizers."""
+        return max(len(self.updates), sum(self.made))
+
     def most_updates(self):
         """Return how many updates the optimizer has made that has made most."""
-        return max(Counter(u["optimizer"] for u in self.updates).values(), default=0)
+        seen = Counter(u["optimizer"] for u in self.updates).values()
+        return max([*seen, *self.made], default=0)
 
     def names(self, update):
         """Return the names of the parameters of an update."""
@@ -97,6 +115,8 @@ class Rank:
         """Return {loader: {row: [checksums of what the model got, checksums of its label]}}."""
         found, batch, shown = defaultdict(lambda: defaultdict(lambda: [set(), set()])), None, []
         for event in self.forwards:
+            if event["number"] > self.left_out.get("rows", event["number"]):
+                break  # from here on a forward may have another batch
             if event["what"] == "batch":
                 batch, shown = event, []
                 for row, mark in zip(event["rows"] or [], event["marks"] or [], strict=False):

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from lockstep.watch import facts, models
+from lockstep.watch import facts, memory, models
 from lockstep.watch.hooks import around
 
 _optimizers = {}  # id: {number, optimizer, parameters, where, ...}
@@ -29,6 +29,11 @@ def watch():
     around(torch.autograd, "backward", backward)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         around(torch.nn.utils, name, clip)
+
+
+def made():
+    """Return how many updates each optimizer has made."""
+    return [known["made"] for known in _optimizers.values()]
 
 
 def owned():
@@ -81,6 +86,8 @@ def on_gradient(p, gradient):
     import torch
 
     own = _own[id(p)]
+    if not facts.room("updates", count=0):
+        return
     with torch.no_grad():
         if p.grad is None:
             own |= nothing_yet()
@@ -114,7 +121,8 @@ def tell_of(known):
     about = {"names": models.names_of(found), "type": type(known["optimizer"]).__name__}
     about["kinds"] = [str(p.dtype).removeprefix("torch.") for p in found]
     about["wanted"] = [p.requires_grad for p in found]
-    about["sharded"] = any(hasattr(p, "to_local") for p in found)
+    about["shards"] = [hasattr(p, "to_local") for p in found]
+    about["sharded"] = any(about["shards"])
     facts.note("optimizer", number_of=known["number"], where=known["where"], **about)
 
 
@@ -141,8 +149,10 @@ def before(optimizer, args, kwargs):
         return
     if not known["told"]:
         tell_of(known)
+    found = known["parameters"]
+    if not facts.room("updates", count=len(found) + 4):
+        return
     with torch.no_grad():
-        found = known["parameters"]
         grads = [p.grad for p in found]
         own = [_own.get(id(p), nothing_yet()) for p in found]
         known["now"] = {
@@ -167,12 +177,15 @@ def after(optimizer, args, kwargs):
     _inside.pop()
     if _inside:
         return
-    sums = [facts.checksum(p) for p in known["parameters"]]
-    facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
+    if "now" in known:
+        sums = [facts.checksum(p) for p in known["parameters"]]
+        facts.note("update", optimizer=known["number"], after=sums, **known.pop("now"))
     _backwards.clear()
     _clipped.clear()
     _unclipped.clear()
     known["made"] += 1
+    if known["made"] <= 2:  # an optimizer may make its states in its first update
+        memory.note([one["optimizer"] for one in _optimizers.values()])
     for p in known["parameters"]:
         if id(p) in _own:
             _own[id(p)]["fresh"] = True
