@@ -260,7 +260,7 @@ def forget():
             if re.fullmatch("_?[a-z]+", name) and type(known) in (dict, list, set):
                 known.clear()
     facts._file.update(process=None)
-    facts.process.update(rank=None, large=False)
+    facts.process.update(rank=None, most=None)
     facts.begin()
 
 

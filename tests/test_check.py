@@ -8,10 +8,12 @@ import subprocess
 import sys
 import sysconfig
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import ROOT
+from lockstep.watch import read, report
 
 WATCHED = ROOT / "tests" / "watched"
 COMMAND = [sys.executable, ROOT / "scripts" / "lockstep", "check"]
@@ -33,6 +35,34 @@ def test_a_script_that_starts_its_own_ranks(tmp_path):
     assert [one["kind"] for one in report["findings"]] == ["order repeats"]
     line = text.splitlines()[int(report["findings"][0]["place"].partition(":")[2]) - 1]
     assert "DataLoader(data" in line
+
+
+def test_the_keys_of_its_json_are_stable(tmp_path, capsys):
+    place = {"at": 0, "where": "train.py:3"}
+    for rank in (0, 1):
+        facts = [{"what": "start", "RANK": str(rank), "child_of": None}]
+        facts += [{"what": "group", "rank": rank, "world": 2}]
+        facts += [{"what": "save", "path": "/model.pt", "prefix": False}, {"what": "end"}]
+        lines = [json.dumps(place | fact) + "\n" for fact in facts]
+        (tmp_path / f"{rank}.jsonl").write_text("".join(lines))
+    args = SimpleNamespace(script="train.py", source="", nproc=2, show=False, json=True)
+    job = SimpleNamespace(launcher="torchrun", on_cpu=True, hung=False, code=0, output="")
+    assert report.tell(args, job, read.read(tmp_path, by_torchrun=True)) == 2
+    told = json.loads(capsys.readouterr().out)
+    keys = ["script", "exit_code", "started_by", "ranks", "gpus_played_by_cpu", "updates"]
+    assert list(told) == [*keys, "findings", "looked_at", "not_looked_at"]
+    assert told["findings"] == [
+        {
+            "kind": "one file, several writers",
+            "strength": "probably not meant",
+            "text": "ranks 0, 1 write the same file model.pt",
+            "ranks": [0, 1],
+            "place": "train.py:3",
+            "cure": "write on rank 0 only, or one file for each rank",
+            "lesson": "06",
+        }
+    ]
+    assert (told["ranks"], told["updates"]) == ([[0, 1]], [[0, 0]])
 
 
 def test_a_script_for_gpus_runs_on_the_cpu():

@@ -80,6 +80,75 @@ def test_nothing_is_called_wrong_where_nothing_is(name, check, tmp_path):
         assert report["findings"] == []
 
 
+def test_a_long_run_is_looked_at_in_part_and_to_its_end(check, tmp_path):
+    """What a run writes down is bounded, so the bounds are set to next to nothing here."""
+    rooms = '{"updates": 40, "rows": 24, "forwards": 5, "calls": 2}'
+    small = f"import torch\nfrom lockstep.watch import facts\nfacts.ROOM |= {rooms}\n"
+    edits = {
+        "import torch\n": small,
+        "        score =": "        dist.barrier()\n        score =",
+    }
+    path = edited(tmp_path, "ddp.py", edits)
+    report = check("--updates", 0, path, tmp_path)
+    assert (report["findings"], report["updates"]) == ([], [[12, 12]])
+    looked, left_out = "; ".join(report["looked_at"]), "; ".join(report["not_looked_at"])
+    for words in ("first 5 of 12 updates", "row numbers in 1 training epochs: [24, 24]"):
+        assert words in looked
+    assert "the evaluation: [19, 18] rows" in looked  # it has a room of its own
+    assert "calls itself: [2, 2] by rank" in looked
+    for words in ("updates after the first 5 ", "rows after", "calls of a", "collectives after"):
+        assert words in left_out
+    for name, kind in (
+        ("changed after the last update", "replicas differ"),
+        ("both ranks save", "one file, several writers"),
+        ("an evaluation that fills up", "rows tested twice"),
+    ):
+        path = edited(tmp_path, "ddp.py", edits | FAULTS[name][1])
+        kinds = [one["kind"] for one in check("--updates", 0, path, tmp_path)["findings"]]
+        assert kinds == [kind], name
+
+
+def test_of_a_large_model_a_sample_is_compared_and_the_report_says_so(check, tmp_path):
+    small = "import torch\nfrom lockstep.watch import facts\nfacts.LARGE, facts.MOST = 50, 80\n"
+    path = edited(tmp_path, "by_hand.py", {"import torch\n": small})
+    report = check("--updates", 3, path)
+    words = "each number of Sequential: it has 57, and of a tensor 20 are compared at most"
+    assert report["findings"] == [] and words in report["not_looked_at"]
+    memory = "memory of what is trained: parameters 228 bytes, gradients 228 bytes,"
+    assert f"{memory} optimizer 472 bytes on each rank" in report["looked_at"]
+
+
+def test_a_checksum_sees_each_bit_and_a_projection_is_linear():
+    import torch
+    from lockstep.watch import facts
+
+    torch.manual_seed(0)
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        for count in (0, 1, 7, 8191, 8192, 70_000):
+            tensor = (100 * torch.randn(count)).to(kind)
+            sums = {facts.checksum(tensor)}
+            for n in {0, 1, count // 2, count - 1} & set(range(count)):
+                other = tensor.clone()
+                other[n] = not other[n] if kind == torch.bool else other[n] * 2 + 1
+                sums.add(facts.checksum(other))
+            assert len(sums) == 1 + len({0, 1, count // 2, count - 1} & set(range(count)))
+    a, b = torch.randn(2, 200_000, dtype=torch.float64)
+    assert facts.checksum(a) != facts.checksum(torch.cat([a[65536:131072], a[:65536], a[131072:]]))
+    parts = facts.projection(a), facts.projection(b), facts.projection(3 * a - b)
+    assert abs(3 * parts[0] - parts[1] - parts[2]) < 1e-9 * a.norm()
+    moved = torch.cat([a[65536:131072], a[:65536], a[131072:]])
+    assert abs(facts.projection(moved) - parts[0]) > 1
+
+
+def test_a_sample_meets_all_columns_of_a_matrix(monkeypatch):
+    import torch
+    from lockstep.watch import facts
+
+    monkeypatch.setitem(facts.process, "most", 2**12)
+    columns = facts.flat(torch.arange(256).expand(4096, 256))
+    assert len(columns.unique()) == 256 and 2**11 < len(columns) <= 2**12
+
+
 ONE_PROCESS = """
 import torch
 model = torch.nn.Linear(3, 1)

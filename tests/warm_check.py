@@ -5,6 +5,7 @@ It answers each line with one, the JSON of the check. Only for scripts that a la
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -121,6 +122,9 @@ def run_watched(script):
 def answer(arguments):
     """Return what the check says of a script."""
     args, out, err = check.read_flags(["--json", *arguments]), io.StringIO(), io.StringIO()
+    if "tensorboard" in args.source:
+        sys.modules["tensorflow"] = None  # TensorBoard would import it, and can do without
+        importlib.import_module("torch.utils.tensorboard")  # once for all forks
     folder = tempfile.mkdtemp(prefix="lockstep_check_")  # no TemporaryDirectory: forks would end it
     try:
         job = WarmJob(args, Path(folder))

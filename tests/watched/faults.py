@@ -25,6 +25,11 @@ HALF = (
     "{k: v / 2 for k, v in model.state_dict().items()})\n    optimizer = torch"
 )
 ONE_PART = "rows.chunk(1), labels.chunk(1)"
+WRITER = "    sampler = DistributedSampler(data)\n"
+BOARD = (
+    "    from torch.utils.tensorboard import SummaryWriter\n"
+    "    board = SummaryWriter(FOLDER)\n    board.add_scalar('loss', 1.0, 0)\n"
+) + WRITER
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
 FAULTS = {
@@ -466,6 +471,13 @@ FAULTS = {
         NOT_MEANT,
         "torch.save",
     ),
+    "both ranks write for TensorBoard": (
+        D,
+        {WRITER: BOARD.replace("FOLDER", "path")},
+        "several boards",
+        NOT_MEANT,
+        "SummaryWriter(path",
+    ),
     "module. in the names": (
         D,
         {"torch.save(model": "torch.save(replica"},
@@ -493,6 +505,38 @@ FAULTS = {
         "same random numbers",
         NOT_MEANT,
         "DataLoader(Noisy",
+    ),
+    # --- Memory ---
+    "a rank has a larger optimizer": (
+        H,
+        {
+            "torch.optim.AdamW(model.parameters(), lr=0.01)": (
+                "(torch.optim.SGD if rank else torch.optim.AdamW)(model.parameters(), lr=0.01)"
+            )
+        },
+        "memory differs",
+        TO_KNOW,
+        "optimizer.step",
+    ),
+    "states that are not sharded": (
+        F,
+        {
+            "AdamW(model.parameters(), lr=0.01)\n": (
+                "AdamW(model.parameters(), lr=0.01)\nfor p in model.parameters():\n"
+                '    optimizer.state[p]["smooth"] = torch.zeros(p.shape)\n'
+            ),
+            "torch.optim.AdamW": "torch.optim.SGD",
+        },
+        "whole beside shards",
+        TO_KNOW,
+        "optimizer.step",
+    ),
+    "a layer that is not sharded": (
+        F,
+        {"for layer in (model[0], model[2], model):": "for layer in (model[2],):"},
+        "left out of sharding",
+        NOT_MEANT,
+        "optimizer.step",
     ),
     # --- Messages ---
     "two messages swapped": (D, {REDUCE: SWAPPED}, "messages differ", NOT_MEANT, ""),
@@ -558,6 +602,27 @@ CLEAN = {
     "as they are: a stream": (S, {}),
     "as they are: noise": (N, {}),
     "as they are: shards": (F, {}),
+    "as they are: a board on rank 0": (
+        D,
+        {
+            WRITER: WRITER
+            + "    if rank == 0:\n    "
+            + BOARD.replace("FOLDER", "path").removesuffix(WRITER).replace("\n    ", "\n        ")
+        },
+    ),
+    "as they are: a board for each rank": (
+        D,
+        {WRITER: BOARD.replace("FOLDER", "os.path.join(path, str(rank))")},
+    ),
+    "as they are: shards, and a layer averaged by hand": (
+        F,
+        {
+            "for layer in (model[0], model[2], model):": "for layer in (model[2],):",
+            "        optimizer.step()\n": "        for p in model[0].parameters():\n"
+            "            dist.all_reduce(p.grad)\n"
+            "            p.grad /= dist.get_world_size()\n        optimizer.step()\n",
+        },
+    ),
     "frozen layers": (
         D,
         {

@@ -1,6 +1,7 @@
 """Facts: what one process of a watched script writes down, a line of JSON each, at once.
 
 A fact is there even if the process is killed in the next moment, and a fork gets a file of its own.
+A run of days does not fill the disk: of what comes again and again, there is ROOM for so much.
 """
 
 import functools
@@ -14,10 +15,14 @@ import zlib
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|<")
-MOST = 2**18  # numbers of a tensor that are looked at, in a large model
+LARGE, MOST = 2**24, 2**22  # of a model with so many numbers, so many are looked at
+RUN, BLOCK, WORDS = 16, 2**16, 2**12  # numbers side by side in a sample, or in a block
+# updates: numbers that are written of them; rows: of one loader, and of one line that calls a model
+ROOM = {"updates": 2**16, "rows": 2**16, "forwards": 2**12, "calls": 2**14}
 
 _file = {"process": None, "descriptor": None}
-process = {"rank": None, "large": False}  # what is known of this process
+_used = {}  # (a word of ROOM, of what): how much of the room, or None when it is used up
+process = {"rank": None, "most": None}  # "most": numbers of a tensor that are looked at, or all
 settings = {"folder": "", "home": "", "updates": 0, "values": 0}
 
 
@@ -64,6 +69,24 @@ def keep(values, name):
     return file
 
 
+def room(kind, of=None, count=1):
+    """Return whether there is room for so much more; say once if there is not.
+
+    It depends on what a rank does, not on bytes or time, so that all ranks stop at one place.
+    """
+    if settings["values"]:
+        return True  # a proof needs all of them
+    used = _used.get((kind, of), 0)
+    if used is None:
+        return False
+    if used + count > ROOM[kind]:
+        _used[kind, of] = None
+        note("left_out", kind=kind)
+        return False
+    _used[kind, of] = used + count
+    return True
+
+
 # --- Lines of the reader's own files ---
 
 
@@ -95,28 +118,49 @@ def where():
 
 
 def flat(tensor):
-    """Return the part of a tensor that this rank holds, as a vector that numpy can read."""
+    """Return the part of a tensor that this rank holds, as a vector that numpy can read.
+
+    Of a large model it is a sample: short runs of numbers, at distances that are odd, because
+    even ones would meet the same columns of a matrix again and again.
+    """
     tensor = tensor.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    tensor = tensor.float() if tensor.dtype.itemsize == 2 and tensor.is_floating_point() else tensor
-    vector = tensor.cpu().contiguous().reshape(-1)
-    if process["large"] and len(vector) > MOST:
-        vector = vector[:: len(vector) // MOST].contiguous()
-    return vector
-
-
-def checksum(tensor):
-    """Return a number that differs, but for one case in 2**32, if any bit does; None for None."""
-    return None if tensor is None else zlib.crc32(flat(tensor).numpy().data)
+    vector = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+    if process["most"] and len(vector) > process["most"]:
+        vector = vector.unfold(0, RUN, RUN * len(vector) // process["most"] | 1).reshape(-1)
+    half = vector.dtype.itemsize == 2 and vector.is_floating_point()
+    return (vector.float() if half else vector).cpu().contiguous()
 
 
 @functools.cache
-def _direction(dtype, length):
+def _factors():
+    import numpy
+
+    return numpy.random.default_rng(7).integers(0, 2**63, WORDS, dtype=numpy.uint64) * 2 + 1
+
+
+def checksum(tensor):
+    """Return a number that differs, but for one case in 2**32, if any bit does; None for None.
+
+    Blocks of words are first multiplied by odd factors and added up, modulo 2**64: that is several
+    times as fast as a CRC, and a word that differs makes a sum that differs.
+    """
+    import numpy
+
+    if tensor is None:
+        return None
+    memory = flat(tensor).numpy().reshape(-1).view(numpy.uint8)
+    whole = len(memory) // (8 * WORDS) * 8 * WORDS
+    sums = memory[:whole].view(numpy.uint64).reshape(-1, WORDS) @ _factors()
+    return zlib.crc32(memory[whole:].data, zlib.crc32(sums.data))
+
+
+@functools.cache
+def _direction(dtype):
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(BLOCK, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def projection(tensor):
@@ -125,8 +169,12 @@ def projection(tensor):
     So it shows whether a gradient is the mean of the ranks' own, and nobody keeps a gradient.
     """
     vector = flat(tensor)
-    most = 2 ** (len(vector) - 1).bit_length() if len(vector) else 1
-    return vector.dot(_direction(vector.dtype, most)[: len(vector)]).item()
+    direction = _direction(vector.dtype)
+    blocks = len(vector) // BLOCK
+    rest = vector[blocks * BLOCK :]
+    parts = vector[: blocks * BLOCK].view(blocks, BLOCK).mv(direction)
+    whole = parts.double().dot(direction[:blocks].double())
+    return (whole + rest.dot(direction[: len(rest)]).double() * direction[blocks]).item()
 
 
 def norm(tensor):

@@ -73,6 +73,8 @@ def call(function, instance, args, kwargs):
     group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
     members = None if group is None else dist.get_process_group_ranks(group)
     own = facts.is_own(sys._getframe(1).f_code.co_filename)
+    if not facts.room("calls", (str(members), own, name in BETWEEN_TWO)):
+        return function(*args, **kwargs)
     facts.note("call", name=name, shape=shape, members=members, own=own, where=facts.where())
     _inside.append(name)
     try:

@@ -53,7 +53,9 @@ def know(module):
     from torch.nn.modules.dropout import _DropoutNd
 
     if id(module) not in _models:
-        facts.process["large"] |= sum(p.numel() for p in module.parameters()) > 2**24
+        sizes = [p.numel() for p in module.parameters()]
+        if sum(sizes) > facts.LARGE:
+            facts.process["most"] = facts.MOST // len(sizes)
         parts = list(module.modules())
         norms = [m for m in parts if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
         drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in parts)
@@ -63,6 +65,7 @@ def know(module):
         about["names"] = [name for name, _ in module.named_parameters()]
         about["sums"] = [facts.checksum(p) for p in module.parameters()]
         about["sharded"] = any(hasattr(p, "to_local") for p in module.parameters())
+        about |= {"size": sum(sizes), "most": facts.process["most"]}
         facts.note("model", number_of=number, type=type(module).__name__, **about)
     return _models[id(module)][0]
 
@@ -83,12 +86,14 @@ def call(function, module, args, kwargs):
         look_for_others(module)
     try:
         grad, past = torch.is_grad_enabled(), not ddp and id(module) in _wrapped
+        number, place = None if past else know(inner), facts.where()
+        if not facts.room("forwards", place):
+            return function(*args, **kwargs)
         about = {"ddp": ddp, "past": past, "train": inner.training, "grad": grad}
-        about["rows"] = rows_of(args, kwargs)
-        number = None if past else know(inner)
+        about["rows"] = rows_of(args, kwargs, place)
         if number is not None and _models[id(inner)][2] and module.training and grad:
             about["masks"] = facts.checksum(torch.default_generator.get_state())
-        facts.note("forward", model=number, where=facts.where(), **about)
+        facts.note("forward", model=number, where=place, **about)
         return function(*args, **kwargs)
     finally:
         _inside.pop()
@@ -103,14 +108,15 @@ def look_for_others(ddp):
         facts.note("replaced", names=names, where=facts.where())
 
 
-def rows_of(args, kwargs):
+def rows_of(args, kwargs, place):
     """Return a checksum for each row of the first tensor that a model is called with, or None."""
     import torch
     from torch.utils._pytree import tree_leaves
 
     given = tree_leaves([args, kwargs])
     first = next((x for x in given if isinstance(x, torch.Tensor) and x.dim()), None)
-    return None if first is None else facts.row_checksums(first)
+    fits = first is not None and facts.room("rows", place, len(first))
+    return facts.row_checksums(first) if fits else None
 
 
 def load(function, module, args, kwargs):
@@ -131,6 +137,7 @@ def note_states():
     from lockstep.watch import updates
 
     owned = updates.owned()
+    facts.note("made", updates=updates.made())
     for number, module, _ in list(_models.values()):
         buffers = {name: facts.checksum(b) for name, b in module.named_buffers()}
         named = list(module.named_parameters())

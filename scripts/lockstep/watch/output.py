@@ -4,6 +4,8 @@ import builtins
 import os
 import sys
 
+import wrapt
+
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
@@ -16,6 +18,7 @@ def watch():
 
     around(builtins, "print", say)
     around(torch, "save", save)
+    wrapt.register_post_import_hook(watch_boards, "torch.utils.tensorboard.writer")
     sys.addaudithook(heard)
 
 
@@ -40,6 +43,18 @@ def save(function, instance, args, kwargs):
     prefix = any(isinstance(key, str) and key.startswith("module.") for key in keys)
     facts.note("save", path=path, prefix=prefix, where=facts.where())
     return function(*args, **kwargs)
+
+
+def watch_boards(module):
+    """TensorBoard is imported: torch does that only when it is asked to."""
+    around(module.SummaryWriter, "__init__", board)
+
+
+def board(init, writer, args, kwargs):
+    """A writer for TensorBoard is opened. Its own folder is one of runs/, named by the second."""
+    folder = args[0] if args else kwargs.get("log_dir")
+    facts.note("board", folder=os.path.abspath(folder or "runs"), where=facts.where())
+    return init(*args, **kwargs)
 
 
 def heard(event, args):

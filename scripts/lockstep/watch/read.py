@@ -14,10 +14,12 @@ class Rank:
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
         self.drawn, self.group, self.error, self.ended = [], None, None, None
+        self.memory = {}  # the most bytes after an update, by kind
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
         self._rows, self._past = [], []  # since the last update
         self._batch, self._asked = None, []  # row numbers: of the last batch; trained since then
         self.tested = []  # row numbers that a model was called with without gradients
+        self.made, self.left_out = [], {}  # what there was no room for, and since which event
         for number, event in enumerate(events):
             event["number"] = number
             take = getattr(self, f"take_{event['what']}", None)
@@ -52,10 +54,11 @@ class Rank:
 
     def take_update(self, event):
         trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]
+        trained = [] if "forwards" in self.left_out else trained
         event |= {"past": self._past, "mode": trained[-1]["train"] if trained else None}
         event["asked"] = self._asked
         self._rows, self._past, self._asked = [], [], []
-        if self._last:
+        if self._last and "rows" not in self.left_out:
             self._last["trains"] = True
         self.updates.append(event)
 
@@ -82,6 +85,16 @@ class Rank:
 
     def take_error(self, event):
         self.error = event
+
+    def take_memory(self, event):
+        numbers = {kind: n for kind, n in event.items() if kind not in ("what", "at", "number")}
+        self.memory = {kind: max(n, self.memory.get(kind, 0)) for kind, n in numbers.items()}
+
+    def take_made(self, event):
+        self.made = event["updates"]
+
+    def take_left_out(self, event):
+        self.left_out.setdefault(event["kind"], event["number"])
 
     def take_end(self, event):
         self.ended = "end"
@@ -118,9 +131,14 @@ class Rank:
         with np.load(Path(self.folder, state["values"])) as kept:
             return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
 
+    def count(self):
+        """Return how many updates were made, by all optimizers."""
+        return max(len(self.updates), sum(self.made))
+
     def most_updates(self):
         """Return how many updates the optimizer has made that has made most."""
-        return max(Counter(u["optimizer"] for u in self.updates).values(), default=0)
+        seen = Counter(u["optimizer"] for u in self.updates).values()
+        return max([*seen, *self.made], default=0)
 
     def names(self, update):
         """Return the names of the parameters of an update."""
@@ -131,6 +149,8 @@ class Rank:
         """Return {loader: {row: [checksums of what the model got, checksums of its label]}}."""
         found, batch, shown = defaultdict(lambda: defaultdict(lambda: [set(), set()])), None, []
         for event in self.forwards:
+            if event["number"] > self.left_out.get("rows", event["number"]):
+                break  # from here on a forward may have another batch
             if event["what"] == "batch":
                 batch, shown = event, []
                 for row, mark in zip(event["rows"] or [], event["marks"] or [], strict=False):

@@ -80,7 +80,7 @@ def as_json(args, job, jobs, report, code):
     ]
     facts = {"script": args.script, "exit_code": code, "started_by": job.launcher}
     facts |= {"ranks": [sorted(one) for one in jobs], "gpus_played_by_cpu": job.on_cpu}
-    facts["updates"] = [[len(rank.updates) for rank in one.values()] for one in jobs]
+    facts["updates"] = [[rank.count() for rank in one.values()] for one in jobs]
     facts |= {"findings": found, "looked_at": report.looked, "not_looked_at": report.blind}
     print(json.dumps(facts))
 

@@ -44,6 +44,9 @@ def begin(iterate, loader, args, kwargs):
 
     place = loader.__dict__.get("_made_at") or facts.where()
     known = number_of(place, loader.dataset)
+    if not facts.room("rows", known[0], 0):
+        loader.__dict__["_epoch_now"] = None
+        return iterate()
     known[1] += 1
     loader.__dict__["_epoch_now"] = known[0], known[1]
     sampler, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
@@ -94,12 +97,15 @@ def prepare(function, iterator, args, kwargs):
 def ask(function, iterator, args, kwargs):
     """The loader asks for the rows of a batch."""
     index = function()
-    iterator._asked.append(index)
+    if iterator._epoch_now:
+        iterator._asked.append(index)
     return index
 
 
 def deliver(function, iterator, args, kwargs):
     """The loader hands over a batch."""
+    if not iterator._epoch_now:
+        return function()
     loader, epoch = iterator._epoch_now
     try:
         batch = function()
@@ -108,6 +114,9 @@ def deliver(function, iterator, args, kwargs):
         raise
     index = iterator._asked.popleft() if iterator._asked else None
     index = list(index) if isinstance(index, list | tuple) else [index]
+    if not facts.room("rows", loader, len(index)):
+        iterator._epoch_now = None
+        return batch
     known = all(isinstance(one, int) for one in index)
     marks = marks_of(batch, len(index)) if known else None
     rows = [number_in_whole(iterator._dataset, one) for one in index] if known else None

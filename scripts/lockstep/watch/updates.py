@@ -6,7 +6,7 @@ import sys
 import time
 import zlib
 
-from lockstep.watch import facts, models
+from lockstep.watch import facts, memory, models
 from lockstep.watch.hooks import around
 
 _optimizers = {}  # id: {number, optimizer, parameters, where, ...}
@@ -30,6 +30,11 @@ def watch():
     around(torch.autograd, "backward", backward)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         around(torch.nn.utils, name, clip)
+
+
+def made():
+    """Return how many updates each optimizer has made."""
+    return [known["made"] for known in _optimizers.values()]
 
 
 def owned():
@@ -86,6 +91,8 @@ def on_gradient(p, gradient):
     import torch
 
     own = _own[id(p)]
+    if not facts.room("updates", count=0):
+        return
     with torch.no_grad():
         if p.grad is None:
             own |= nothing_yet()
@@ -120,7 +127,8 @@ def tell_of(known):
     about["kinds"] = [str(p.dtype).removeprefix("torch.") for p in found]
     about["device"] = found[0].device.type
     about["wanted"] = [p.requires_grad for p in found]
-    about["sharded"] = any(hasattr(p, "to_local") for p in found)
+    about["shards"] = [hasattr(p, "to_local") for p in found]
+    about["sharded"] = any(about["shards"])
     facts.note("optimizer", number_of=known["number"], where=known["where"], **about)
 
 
@@ -147,8 +155,10 @@ def before(optimizer, args, kwargs):
         return
     if not known["told"]:
         tell_of(known)
+    found = known["parameters"]
+    if not facts.room("updates", count=len(found) + 4):
+        return
     with torch.no_grad():
-        found = known["parameters"]
         grads = [p.grad for p in found]
         own = [_own.get(id(p), nothing_yet()) for p in found]
         known["now"] = {
@@ -191,16 +201,19 @@ def after(optimizer, args, kwargs):
     _inside.pop()
     if _inside:
         return
-    sums = [facts.checksum(p) for p in known["parameters"]]
-    kept = known.pop("values")
-    if kept:
-        kept |= numbers("after", known["parameters"])
-        kept = facts.keep(kept, f"{known['number']}_{known['made']}")
-    facts.note("update", optimizer=known["number"], after=sums, values=kept, **known.pop("now"))
+    if "now" in known:
+        sums = [facts.checksum(p) for p in known["parameters"]]
+        kept = known.pop("values")
+        if kept:
+            kept |= numbers("after", known["parameters"])
+            kept = facts.keep(kept, f"{known['number']}_{known['made']}")
+        facts.note("update", optimizer=known["number"], after=sums, values=kept, **known.pop("now"))
     _backwards.clear()
     _clipped.clear()
     _unclipped.clear()
     known["made"] += 1
+    if known["made"] <= 2:  # an optimizer may make its states in its first update
+        memory.note([one["optimizer"] for one in _optimizers.values()])
     for p in known["parameters"]:
         if id(p) in _own:
             _own[id(p)]["fresh"] = True

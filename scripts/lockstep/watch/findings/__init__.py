@@ -64,9 +64,13 @@ KINDS = {
     "counts stay at home": ("add the counts of all ranks up by all_reduce", "05"),
     "same random numbers": ("add the rank to the seed", "10"),
     "messages differ": ("call the same collectives in the same order on all ranks", "19"),
+    "several boards": ("open it on rank 0 only, or one folder for each rank", "05"),
     "one file, several writers": ("write on rank 0 only, or one file for each rank", "06"),
     "module. in names": ("save model.module.state_dict()", "06"),
     "printed by several ranks": ("print on rank 0 only", "05"),
+    "memory differs": ("", "18"),
+    "whole beside shards": ("let the optimizer make its states like the local parts", "18"),
+    "left out of sharding": ("call fully_shard(model) on the whole model, last", "18"),
     "no group": ("call init_process_group", "04"),
     "another world": ("take rank and world size from the launcher", "04"),
     "hang": ("let all ranks call it, or none", "19"),
@@ -98,7 +102,7 @@ class Report:
 
 def judge(job, report, world):
     """Add to the report what is found in a job {rank: Rank} of which `world` ranks were started."""
-    from lockstep.watch.findings import rest, rows, training
+    from lockstep.watch.findings import memory, rest, rows, training
 
     if not rest.group(job, report, world):
         return
@@ -106,8 +110,15 @@ def judge(job, report, world):
         look(job, report)
     for look in (training.replicas_differ, training.optimizers, training.modes, training.buffers):
         look(job, report)
-    for look in (rows.evaluation, rest.random_numbers, rest.messages, rest.files, rest.output):
+    parts = rest.random_numbers, rest.messages, rest.files, rest.output, rest.left_out
+    for look in (rows.evaluation, memory.memory, *parts):
         look(job, report)
+
+
+def some(names):
+    """Return the first names of several, in words."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def odd(values):

@@ -10,7 +10,8 @@ def judge(job, report):
     """Say where each rank stands or was, in the order of the ranks."""
     words, places, gone = [], [], []
     for rank, seen in job.items():
-        made = f"after {len(seen.updates)} updates"
+        least = "at least " if "updates" in seen.left_out else ""
+        made = f"after {least}{seen.count()} updates"
         if seen.error:
             words.append(f"rank {rank} waited in vain at {seen.error['where']} {made}")
             places.append(seen.error["where"])

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from lockstep.watch.facts import ROOM
 from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG
 from lockstep.watch.messages import BETWEEN_TWO
 
@@ -116,12 +117,37 @@ def files(job, report):
             if event["prefix"]:
                 text = 'the names that are saved begin with "module.", which is DDP\'s'
                 report.found("module. in names", TO_KNOW, text, event["where"])
+    boards = defaultdict(dict)
+    for rank, seen in job.items():
+        for event in seen.of("board"):
+            boards[event["folder"]][rank] = event["where"]
+    for folder, who in boards.items():
+        if len(who) > 1:
+            ranks = ", ".join(map(str, sorted(who)))
+            text = f"ranks {ranks} each write for TensorBoard into {folder.rpartition('/')[2]}/"
+            report.found("several boards", NOT_MEANT, text, who[min(who)], sorted(who))
     for path, who in writers.items():
         if len(who) > 1:
             name, ranks = path.rpartition("/")[2], ", ".join(map(str, sorted(who)))
             text = f"ranks {ranks} write the same file {name}"
             first = who[min(who)]
             report.found("one file, several writers", NOT_MEANT, text, first, sorted(who))
+
+
+def left_out(job, report):
+    """Say what was not looked at because a run was long, or a model large."""
+    words = {"updates": "updates after the first {} of a rank"}
+    words["rows"] = "rows after the first {:,} of a loader, or of a line that calls a model"
+    words["forwards"] = "calls of a model after the first {:,} at a line"
+    words["calls"] = "collectives after the first {:,} of a group"
+    for seen in job.values():
+        for kind in seen.left_out:
+            most = f"{len(seen.updates):,}" if kind == "updates" else ROOM[kind]
+            report.not_seen(words[kind].format(most))
+        for model in seen.models.values():
+            if model["most"]:
+                text = f"each number of {model['type']}: it has {model['size']:,}, and of a tensor"
+                report.not_seen(f"{text} {model['most']:,} are compared at most")
 
 
 def output(job, report):

@@ -1,6 +1,6 @@
 """Whether the ranks train one model: gradients, updates, parameters, settings, buffers, modes."""
 
-from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, odd, replicas, sharded
+from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, odd, replicas, sharded, some
 
 # How far a gradient may be from the mean of the ranks' own, relative to their lengths.
 CLOSE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -14,10 +14,15 @@ def side_by_side(ranks):
 def updates(job, report):
     """Compare how many updates the ranks have made."""
     ranks = list(job.values())
-    made = [len(rank.updates) for rank in ranks]
+    made = [rank.count() for rank in ranks]
     if not any(made):
         return report.not_seen("updates: no optimizer of torch.optim made one")
-    report.look(f"{min(made)} updates of each rank")
+    seen, most = min(len(rank.updates) for rank in ranks), max(made)
+    report.look(
+        f"{min(made)} updates of each rank"
+        if seen == min(made)
+        else f"the first {seen:,} of {most:,} updates"
+    )
     if joins(ranks):
         report.not_seen("each update: inside of model.join() ranks may make unequal numbers")
     elif len(set(made)) > 1 and all(rank.ended for rank in ranks):
@@ -218,13 +223,15 @@ def judge_replicas(one, number, ranks, report):
 
 def judge_end(ranks, report):
     """Compare the parameters at the end, where they were equal after the last update."""
-    if len({len(rank.updates) for rank in ranks}) > 1 and not joins(ranks):
+    if len({rank.count() for rank in ranks}) > 1 and not joins(ranks):
         return
     for number, state in ranks[0].states.items():
         sums = [rank.states.get(number, state)["sums"] for rank in ranks]
         if any(one != sums[0] for one in sums):
             text = "parameters differ at the end"
-            text += "" if joins(ranks) else ", and were equal after the last update"
+            seen = f"update {len(ranks[0].updates)}, the last one that was looked at"
+            last = seen if "updates" in ranks[0].left_out else "the last update"
+            text += "" if joins(ranks) else f", and were equal after {last}"
             report.found("replicas differ", WRONG, text, ranks[0].updates[-1]["where"])
 
 
@@ -275,12 +282,6 @@ def optimizers(job, report):
         steps = [[u for u in r.updates if u["optimizer"] == number] for r in job.values()]
         if all(steps):
             judge_optimizer(optimizer, steps, len(rank.optimizers) > 1, report)
-
-
-def some(names):
-    """Return the first names of several, in words."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def judge_optimizer(optimizer, steps, others, report):
