@@ -20,6 +20,7 @@ import contextlib
 import faulthandler
 import inspect
 import json
+import math
 import os
 import pickle
 import re
@@ -29,8 +30,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+import traceback
+import weakref
+from collections import Counter, deque
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +53,9 @@ from torch.utils.data import DataLoader, Dataset
 # Files of Python and of installed packages, in whatever environment the job has run.
 LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|^<")
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
-MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward"} - PAIRS  # all ranks make these
+MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
+UNLISTED = {"new_group", "new_subgroups", "monitored_barrier"}  # all make these, and none is noted
+NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()
 
 
 def leave_stacks(path, seconds=300):
@@ -77,21 +83,31 @@ def leave_no_stacks():
     faulthandler.unregister(signal.SIGUSR1)
 
 
+def way_of(frames):
+    """Return the way through (file, line, function) that are yours, as "train.py:41"."""
+    own = [(f, line) for f, line, name in frames if name != "noted" and not LIBRARY.search(f)]
+    return tuple(f"{os.path.basename(file)}:{line}" for file, line in reversed(own))
+
+
 def where(text):
     """Return (the way, the library's function that was called at its end) of the last stack.
 
-    The way is a tuple of your own lines, as "train.py:41", the caller first. A stack without a line
-    of yours, as of a process that ends, does not count.
+    The way has the caller first. A stack without a line of yours, as of a process that ends, does
+    not count.
     """
     for stack in reversed(text.split("(most recent call first):")):
-        way, called = [], ""
-        for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
-            if not LIBRARY.search(file):
-                way.insert(0, f"{os.path.basename(file)}:{line}")
-            elif not way and function != "wrapper" and not function.startswith("_"):
-                called = function
-        if way:
-            return tuple(way), called
+        frames, called = re.findall(r'File "(.*)", line (\d+) in (.*)', stack), ""
+        if not (way := way_of(frames)):
+            continue
+        for file, _, function in frames:
+            if function == "noted":
+                called = "Work.wait"
+            elif not LIBRARY.search(file):
+                break
+            elif function != "wrapper" and not function.startswith("_"):
+                known = called in MEETINGS | PAIRS and function not in MEETINGS | PAIRS
+                called = called if known else function
+        return way, called
     return None
 
 
@@ -101,28 +117,10 @@ def looks(text):
     return [place for part in parts if (place := where(part))]
 
 
-def not_arrived(places):
-    """Return the ranks of {rank: where(...)} that do not wait for all; if all do, the odd one."""
-    away = [rank for rank, place in places.items() if not place or place[1] not in MEETINGS]
-    there = {places[rank] for rank in away}
-    waiting = len(there) == 1 and (there.pop() or ((), "send"))[1] not in PAIRS  # without a stack?
-    if 2 * len(away) > len(places) and waiting:
-        return odd(places)
-    return away if len(away) < len(places) and away else odd(places)
-
-
-def odd(said):
-    """Return the ranks that say something else than most do; [] if there is no majority."""
-    counts = Counter(said.values()).most_common()
-    if len(counts) < 2 or 2 * counts[0][1] <= len(said):
-        return []
-    most = counts[0][0]
-    return [rank for rank in said if said[rank] != most]
-
-
 def leave_calls(path, seconds=300):
-    """Write to `path` the last collectives of this rank: every `seconds`, or when Python ends."""
+    """Write to `path` the last calls of this rank: every `seconds`, and when Python ends."""
     Path(path).unlink(missing_ok=True)  # of an earlier job
+    take_notes()
 
     def write_again_and_again():
         while not time.sleep(seconds):
@@ -132,128 +130,314 @@ def leave_calls(path, seconds=300):
     atexit.register(leave_last_calls, path)  # after an error, too
 
 
+def take_notes():
+    """Note what the recorder leaves out: messages, and the root of a collective."""
+    for name in ("send", "recv", "broadcast", "reduce", "gather", "scatter"):
+        setattr(dist.ProcessGroup, name, noting(name, getattr(dist.ProcessGroup, name)))
+    dist.Work.wait = noting_waits(dist.Work.wait)
+
+
+def noting(name, call):
+    """Return a process group's call that also notes whom it is for, or from."""
+
+    def noted(group, *args, **kwargs):
+        work = call(group, *args, **kwargs)
+        with contextlib.suppress(Exception):  # no note is worth a job
+            peer = args[1] if name in PAIRS else args[-1].rootRank
+            note = {"name": name, "peer": dist.get_global_rank(group, peer), "waits": False}
+            note |= {"group": group.group_name, "time_created_ns": time.time_ns()}
+            note["number"] = group._get_sequence_number_for_group()
+            code = [(frame.f_code, line) for frame, line in traceback.walk_stack(None)]
+            note["frames"] = [(own.co_filename, line, own.co_name) for own, line in code]
+            NOTES.append(note)
+            NOTE_OF[work] = note
+        return work
+
+    return noted
+
+
+def noting_waits(wait):
+    """Return a Work's wait() that also notes that this rank waits, and stands in a Python frame."""
+
+    def noted(work, *args, **kwargs):
+        note = NOTE_OF.get(work, {})
+        note["waits"] = True
+        came = wait(work, *args, **kwargs)
+        note["waits"] = False
+        return came
+
+    return noted
+
+
 def leave_last_calls(path):
-    """Write the calls of a rank that ends before its clock has rung."""
+    """Write the calls of a rank that ends: in good order, or before its clock has rung."""
     faulthandler.cancel_dump_traceback_later()  # not in a fork: it would wait for ever there
     leave_no_stacks()
-    if not os.path.exists(path):
-        write_calls(path)
+    ended = not hasattr(sys, "last_value")  # that would be the error which has ended it
+    if ended or not os.path.exists(path):
+        write_calls(path, ended)
 
 
-def write_calls(path):
-    """Write the flight recorder of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
+def write_calls(path, ended=False):
+    """Write recorder and notes of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
     began = time.time()
     unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
-    unfinished.write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    groups = dict(dist.distributed_c10d._world.pg_names)
+    groups = {name: dist.get_process_group_ranks(group) for group, name in groups.items()}
+    dump |= {"notes": list(NOTES), "groups": groups, "ended": ended}
+    unfinished.write_bytes(pickle.dumps(dump))
     os.utime(unfinished, (began, began))  # later calls are not in it; the first dump takes seconds
     unfinished.rename(path)
 
 
-def calls_in(dump):
-    """Return {number: (way, operation, group, sizes)} of the calls in a recorder's bytes."""
-    calls = {}
-    for entry in pickle.loads(dump).get("entries", []):
-        frames = [f for f in reversed(entry["frames"]) if not LIBRARY.search(f["filename"])]
-        way = tuple(f"{os.path.basename(f['filename'])}:{f['line']}" for f in frames)
-        operation = entry["profiling_name"].partition(":")[2]
-        sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
-        calls[entry["record_id"]] = way, operation, entry["process_group"][0], sizes
-    return calls
+class Call(NamedTuple):
+    """A call of one rank: the number-th of a group, or a message, which has no number."""
+
+    way: tuple
+    operation: str
+    group: str
+    what: str  # what must be alike on all ranks: size, type, and root
+    number: int | None
+    peers: tuple  # who has to come
+    waits: bool  # it has not come to its end
 
 
-def first_difference(calls, part=slice(None)):
-    """Return {rank: call} where this part of the calls first differs: None, a rank is not there."""
-    first = max(min(own, default=0) for own in calls.values())  # older ones may be forgotten
-    for number in range(first, max(max(own, default=-1) for own in calls.values()) + 1):
-        row = [own.get(number) for own in calls.values()]
-        if len({call and call[part] for call in row}) > 1:
-            return dict(zip(calls, row, strict=True))
-    return {}
+def history(dump, groups):
+    """Return the calls of one rank in their order: of groups by the recorder, messages by notes."""
+    roots = {(note["group"], note["number"]): f"root {note['peer']}" for note in dump["notes"]}
+    calls = []
+    for entry in dump["entries"]:
+        group, operation = entry["process_group"][0], entry["profiling_name"].partition(":")[2]
+        data = [str(math.prod(size)) for size in entry["input_sizes"]] + entry["input_dtypes"]
+        data = [] if re.search("scatter|^gather|to_all", operation) else data  # may differ rightly
+        what = " ".join([*data, roots.get((group, entry["op_id"]), "")]).strip()
+        call = operation, group, what, entry["collective_seq_id"], groups.get(group, ())
+        way = way_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
+        calls.append((entry["time_created_ns"], Call(way, *call, not entry["retired"])))
+    for note in dump["notes"]:
+        if note["name"] in PAIRS:
+            way = "to" if note["name"] == "send" else "from"
+            operation = f"{note['name']} {way} {note['peer']}"
+            call = operation, note["group"], "", None, (note["peer"],), note["waits"]
+            calls.append((note["time_created_ns"], Call(way_of(note["frames"]), *call)))
+    return [call for _, call in sorted(calls, key=lambda each: each[0])]
 
 
-def parted(calls):
-    """Return (the ranks that are behind, or else the odd one; {rank: call} where they parted).
+class Left(NamedTuple):
+    """What one rank has left: its looks(...), its calls (None: no list counts), has it ended?"""
 
-    Operation, group and sizes must agree, except in a scatter and the like. Ways may differ
-    rightly, as where rank 0 does something first. But who stands alone at a call that can't be
-    right, and has taken a way of its own before, may have parted there.
-    """
-    here, ways = first_difference(calls, slice(1, None)), first_difference(calls, slice(0, 1))
-    behind = [rank for rank in here if here[rank] is None]
-    named = behind or odd({rank: call[1:] for rank, call in here.items()})
-    alone = odd({rank: call and call[0] for rank, call in ways.items()})
-    return named, ways if named and alone == named else here
-
-
-def tell(folder):
-    """Print where the ranks of one job stand and have parted; return the ranks that it names."""
-    seen, calls = read_left(folder)
-    places = {rank: own[-1] if own else None for rank, own in seen.items()}
-    gone = [str(rank) for rank in seen if rank not in calls]
-    named, here = parted(calls) if calls and not gone else ([], {})
-    for rank, place in places.items():
-        way, call = place or ((), "")
-        stands = f"stands at {shown(way)}, in {call or 'its own code'}" if way else "has no stack"
-        way, call, group, _ = here.get(rank) or ((), "nothing", "-", "")
-        parts = f"; where they part: {call} at {shown(way)} in group {group}" if way else ""
-        print(f"rank {rank} {stands}{parts or '; its list ends before' * bool(here)}")
-    if gone or not any(calls.values()):
-        print(f"no list of calls in which the job stands still: rank {', '.join(gone or '-')}")
-        print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
-        return []
-    if moving := who_moves(seen, 2):
-        print(f"rank {moving[0]} was elsewhere a look before: slow, or in a circle? Look again")
-        return []
-    if 2 * len(named) >= len(seen):
-        print("half or more are behind: they left out a call, or another rank made one too many")
-        named = []
-    if not named and all(places.values()):
-        named = not_arrived(places)
-    if named and 2 * len(named) < len(seen):
-        return named
-    print("no rank stands against most of the others: read the lines of all")
-    return []
-
-
-def who_moves(seen, last):
-    """Return who has not arrived, but was elsewhere in its `last` looks; of {rank: looks(...)}."""
-    places = {rank: own[-1] if own else None for rank, own in seen.items()}
-    away = [r for r in not_arrived(places) if places[r] and places[r][1] not in MEETINGS]
-    return [rank for rank in away if len({way for way, _ in seen[rank][-last:]}) > 1]
+    looks: list
+    calls: list | None
+    ended: bool
 
 
 def read_left(folder):
-    """Return ({rank: looks(...)}, {rank: calls_in(...)}) of what a job has left in a folder.
+    """Return {rank: Left} of what a job has left in a folder.
 
     Files of more ranks than rank 0 has counted are of an earlier job. A list says nothing if the
     job may still have run when it was written.
     """
     counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
-    seen, calls = {}, {}
+    seen, dumps, groups = {}, {}, {}
     for rank in range(int(counted[1]) if counted else 0):
         path = Path(folder, f"stacks_{rank}")
         seen[rank] = looks(path.read_text()) if path.exists() else []
         path = Path(folder, f"calls_{rank}")
         with contextlib.suppress(Exception):  # it is not there, or torn
-            dump = path.read_bytes()
-            if stood_still(dump, path.stat().st_mtime):
-                calls[rank] = calls_in(dump)
-    return seen, calls
+            dump = pickle.loads(path.read_bytes())
+            groups |= dump["groups"]
+            if dump["ended"] or stood_still(dump, path.stat().st_mtime):
+                dumps[rank] = dump
+    calls = {rank: history(dump, groups) for rank, dump in dumps.items()}
+    ended = [rank for rank, dump in dumps.items() if dump["ended"]]
+    return {r: Left(own, calls.get(r), r in ended) for r, own in seen.items()}
 
 
 def stood_still(dump, moment):
-    """Return whether the last call of a recorder's bytes was long before this moment.
+    """Return whether the last call of a recorder was long before this moment.
 
     Long is a second, and twice as long as the rank has ever been silent between two calls.
     """
-    times = sorted(entry["time_created_ns"] / 1e9 for entry in pickle.loads(dump)["entries"])
+    times = sorted(call["time_created_ns"] / 1e9 for call in dump["entries"] + dump["notes"])
     gaps = [times[n + 1] - times[n] for n in range(len(times) - 1)]
     return moment - max(times, default=0) > max(1, 2 * max(gaps, default=0))
 
 
+def waits_in(rank, left):
+    """Return (the call in which a rank waits, for whom); or (None, ()), if it stands elsewhere.
+
+    A collective waits for those of its group that have not called it so often, a message for its
+    other end.
+    """
+    own = left[rank]
+    way, called = own.looks[-1] if own.looks and not own.ended else ((), "")
+    calls = [call for call in own.calls if call.waits]
+    calls = [call for call in calls if call.number is None] or calls
+    if called not in MEETINGS | PAIRS or (not calls and called in ("forward", "backward")):
+        return None, ()
+    if not calls:  # a list that does not fit says nothing
+        away = [r for r in left if not left[r].looks or left[r].looks[-1][1] != called]
+        return Call(way, called, "-", "", None, (), True), away if called in UNLISTED else ()
+    call = calls[0 if called in ("forward", "backward", "Work.wait") else -1]
+    if call.number is None:
+        return call, call.peers
+    come = {r for r in left for c in left[r].calls if c[2] == call.group and (c[4] or 0) >= call[4]}
+    return call, tuple(r for r in call.peers if r not in come)
+
+
+def tell(folder):
+    """Print where the ranks of one job stand and for whom they wait; return whom that names."""
+    left = read_left(folder)
+    gone = [rank for rank, own in left.items() if own.calls is None]
+    waits = {} if gone else {rank: waits_in(rank, left) for rank in left}
+    for rank, own in left.items():
+        way, called = own.looks[-1] if own.looks else ((), "")
+        stands = f"stands at {shown(way)}, in {called or 'its own code'}" if way else "has no stack"
+        print(f"rank {rank} {'has ended' if own.ended else stands}")
+        call, whom = waits.get(rank, (None, ()))
+        if call:
+            others = f"waits for rank {listed(whom)}" if whom else "to which all have come"
+            print(f"    {call.operation} in group {call.group}, {others}")
+        else:
+            print(f"    its last call: {told(own.calls[-1]) if own.calls else '-'}")
+    if gone or not any(own.calls for own in left.values()):
+        print(f"no list of calls in which the job stands still: rank {listed(gone or '-')}")
+        print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
+        return []
+    if row := conflict(left):
+        return named_in_conflict(row, left)
+    awaited = {rank for _, whom in waits.values() for rank in whom}
+    ends = [
+        r for r in left if r in awaited and not waits[r][0] and (left[r].looks or left[r].ended)
+    ]
+    return named_at_the_end(ends, waits, left) if ends else named_in_a_circle(waits, left)
+
+
+def conflict(left):
+    """Return {rank: call} of a group's first call that hangs and is not alike on all, or {}."""
+    rows = {}
+    for rank, own in left.items():
+        for call in own.calls:
+            if call.number is not None:
+                rows.setdefault((call.number, call.group), {})[rank] = call
+    for _, row in sorted(rows.items(), key=lambda each: each[0][0]):
+        if any(c.waits for c in row.values()) and len({c[1:4] for c in row.values()}) > 1:
+            return row
+    return {}
+
+
+def named_in_conflict(row, left):
+    """Print a call that is not alike on all ranks; return whom it names."""
+    call = next(iter(row.values()))
+    print(f"call {call.number} of group {call.group} is not the same on all ranks:")
+    for rank, own in row.items():
+        print(f"    rank {rank}: {told(own)}: {own.what or 'no data'}")
+    return against(row, left)
+
+
+def named_at_the_end(ends, waits, left):
+    """Print who waits for those that wait for nobody; return the latter, if that is evidence."""
+    named = []
+    for end in ends:
+        callers = [rank for rank, (_, whom) in waits.items() if end in whom]
+        call, whom = waits[callers[0]]
+        print(f"rank {listed(callers)} waits for rank {end}: {told(call)}")
+        if len({way for way, _ in left[end].looks[-2:]}) > 1 and not left[end].ended:
+            print(f"rank {end} was elsewhere a look before: slow, or in a circle? Look again")
+            return []
+        usual = been(callers[0], call, left) or any(c.way == call.way for c in left[end].calls)
+        if len(callers) > len(whom) or (usual and not left[end].ended):
+            named.append(end)
+        else:
+            print(f"has rank {listed(callers)} made a call too many, or rank {end} left it out?")
+    return named if len(named) == len(ends) else []
+
+
+def named_in_a_circle(waits, left):
+    """Print which ranks wait for each other; return whom that names."""
+    row = {}
+    for a in waits:
+        for b in waits[a][1]:
+            if a < b and a in waits[b][1]:
+                row |= {a: waits[a][0], b: waits[b][0]}
+                print(f"rank {a} and rank {b} wait for each other: {told(row[a])}")
+                print(f"    and {told(row[b])}")
+    return against(row, left)
+
+
+def against(row, left):
+    """Return who is wrong, if {rank: call} stand against each other: who has strayed, or is alone.
+
+    One against two that agree is evidence, unless they may have left a loop in which it goes on.
+    """
+    missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
+    named = [rank for rank in row if missing[rank]]
+    if named and len(named) < len(row):
+        for rank in named:
+            print(f"rank {rank} has always called before it came here, and not this time:")
+            print("   ", "; ".join(missing[rank]))
+        return named
+    sides = {}
+    for rank, call in row.items():
+        sides.setdefault(call[1:5], []).append(rank)
+    few, many = sorted(sides.values(), key=len) if len(sides) == 2 else ([], [])
+    if len(few) == 1 < len(many):
+        call = parting(few[0], row, left)
+        goes_on = been(few[0], call, left) and not any(been(r, row[r], left) for r in many)
+        if not goes_on:
+            print(f"rank {few[0]} stands alone; it parted at {told(call)}")
+            return few
+    print(f"which of rank {listed(row)} is it? Their calls can't tell: read all their lines")
+    return []
+
+
+def been(rank, call, left):
+    """Return whether a rank has called by the same way before."""
+    return sum(other.way == call.way for other in left[rank].calls) > 1
+
+
+def left_out(calls, last):
+    """Return what a rank has called in each round before that has led to this way, but not now."""
+    calls = calls[: calls.index(last) + 1] if last in calls else []
+    here = [n for n, call in enumerate(calls) if call.way == last.way]
+    rounds = [Counter(map(told, calls[a + 1 : b + 1])) for a, b in pairwise(here)]
+    always = rounds[0] if len(rounds) > 2 else Counter()
+    for each in rounds[:-1]:
+        always &= each
+    return list(always - rounds[-1]) if always else []
+
+
+def parting(rank, row, left):
+    """Return the call of the odd rank at which it parted from the others, or that of this row.
+
+    There it stood at a line where no other has been, and the others at one where it has been, too.
+    """
+    own, *others = (
+        [call for call in left[r].calls if call.group == row[r].group]
+        for r in sorted(row, key=lambda r: r != rank)
+    )
+    theirs = {call.way for calls in others for call in calls}
+    for call in own:
+        ways = {other.way for calls in others for other in calls if other.number == call.number}
+        if call.way not in theirs and ways <= {other.way for other in own} and len(ways) == 1:
+            return call
+    return row[rank]
+
+
+def listed(ranks):
+    """Return some ranks in words."""
+    return ", ".join(map(str, ranks))
+
+
+def told(call):
+    """Return a call in words."""
+    return f"{call.operation} in group {call.group} at {shown(call.way)}"
+
+
 def shown(way):
-    """Return a way in words: your last line, and the one that called it."""
-    return ", called at ".join(reversed(way[-2:])) or "no line"
+    """Return a way in words: your own lines, the last one first."""
+    return ", called at ".join(reversed(way)) or "no line"
 
 
 def call_the_roll(seconds, gloo_group=None):
@@ -739,6 +923,19 @@ def line_of_error(text):
     return lines[-1] if lines else None
 
 
+def not_arrived(places):
+    """Return the ranks of {rank: where(...)} that do not wait for all; if all do, the odd one."""
+    away = [rank for rank, place in places.items() if not place or place[1] not in MEETINGS]
+    return away if 0 < len(away) < len(places) else odd(places)
+
+
+def who_moves(seen, last):
+    """Return who has not arrived, but was elsewhere in its `last` looks; of {rank: looks(...)}."""
+    places = {rank: own[-1] if own else None for rank, own in seen.items()}
+    away = [r for r in not_arrived(places) if places[r] and places[r][1] not in MEETINGS]
+    return [rank for rank in away if len({way for way, _ in seen[rank][-last:]}) > 1]
+
+
 def read_stacks(run, args):
     """The stacks name who has not arrived, or stands at another line; who moves is at work."""
     seen = {rank: looks(run.text(rank, "stacks")) for rank in range(args.nproc)}
@@ -769,6 +966,50 @@ def at(named, places):
 def line_in(way):
     """Return the number of the last line of a way, or None."""
     return int(way[-1].rpartition(":")[2]) if way else None
+
+
+def odd(said):
+    """Return the ranks that say something else than most do; [] if there is no majority."""
+    counts = Counter(said.values()).most_common()
+    if len(counts) < 2 or 2 * counts[0][1] <= len(said):
+        return []
+    most = counts[0][0]
+    return [rank for rank in said if said[rank] != most]
+
+
+def calls_in(dump):
+    """Return {number: (way, operation, group, sizes)} of the calls in a recorder's bytes."""
+    calls = {}
+    for entry in pickle.loads(dump).get("entries", []):
+        operation = entry["profiling_name"].partition(":")[2]
+        sizes = f"{entry['input_sizes']} {entry['input_dtypes']}"
+        way = way_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
+        calls[entry["record_id"]] = way, operation, entry["process_group"][0], sizes
+    return calls
+
+
+def first_difference(calls, part=slice(None)):
+    """Return {rank: call} where this part of the calls first differs: None, a rank is not there."""
+    first = max(min(own, default=0) for own in calls.values())  # older ones may be forgotten
+    for number in range(first, max(max(own, default=-1) for own in calls.values()) + 1):
+        row = [own.get(number) for own in calls.values()]
+        if len({call and call[part] for call in row}) > 1:
+            return dict(zip(calls, row, strict=True))
+    return {}
+
+
+def parted(calls):
+    """Return (the ranks that are behind, or else the odd one; {rank: call} where they parted).
+
+    Operation, group and sizes must agree, except in a scatter and the like. Ways may differ
+    rightly, as where rank 0 does something first. But who stands alone at a call that can't be
+    right, and has taken a way of its own before, may have parted there.
+    """
+    here, ways = first_difference(calls, slice(1, None)), first_difference(calls, slice(0, 1))
+    behind = [rank for rank in here if here[rank] is None]
+    named = behind or odd({rank: call[1:] for rank, call in here.items()})
+    alone = odd({rank: call and call[0] for rank, call in ways.items()})
+    return named, ways if named and alone == named else here
 
 
 def read_recorder(run, args):

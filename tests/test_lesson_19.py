@@ -42,7 +42,7 @@ BREAKS = {
         '.get("entries", [])[:-1]:',
     ),
     "the recorder writes nothing": (
-        "write_bytes(torch._C._distributed_c10d._dump_fr_trace())",
+        "write_bytes(pickle.dumps(dump))",
         'write_bytes(b"")',
     ),
     "the clock of the calls does not start": ("daemon=True).start()", "daemon=True)"),
@@ -232,7 +232,7 @@ def test_who_has_not_arrived():
         ([at(30, "send"), at(30, "send"), waits], [0, 1]),  # not the one that waits for them
         ([waits, None, at(7, "")], [1, 2]),
         ([waits, waits, waits], []),
-        ([at(9, ""), at(9, ""), elsewhere], [2]),  # wait() has no stack: most stand at one line
+        ([at(9, "Work.wait"), at(9, "Work.wait"), elsewhere], [2]),
         ([at(9, "all_gather_object"), at(9, "all_gather_object"), elsewhere], [2]),
         ([at(9, "isend"), at(9, "isend"), elsewhere], [0, 1]),
         ([waits, elsewhere], []),  # of two, neither is the odd one
@@ -290,6 +290,7 @@ def test_calls_are_written_again_and_again(monkeypatch, tmp_path):
             threading.Event().wait()  # this thread has done enough
 
     monkeypatch.setattr(lesson, "write_calls", write)
+    monkeypatch.setattr(lesson, "take_notes", lambda: None)  # nor one that takes notes
     monkeypatch.setattr(lesson.atexit, "register", lambda *_: None)  # this is no rank that ends
     lesson.leave_calls(tmp_path / "calls_0", 0.01)
     assert twice.wait(30) and written == [tmp_path / "calls_0"] * 2
@@ -331,28 +332,47 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     assert "rank 0 stands at train.py:" in said and "in barrier" in said, said
 
 
-def leave_files(folder, rank, lines, seconds=10, apart=0, ranks=3, called="all_reduce"):
-    """Leave what a rank leaves `seconds` after it has called all_reduce at these lines.
+def leave_files(folder, *ranks, seconds=10, apart=0):
+    """Leave what ranks leave so many seconds after their last call; their calls are `apart`.
 
-    Its calls were so many seconds apart.
+    A rank is a text: "7 all_reduce, 8 broadcast=2/1*5, 9 recv<1 ...". Here it has called all_reduce
+    at line 7, then at line 8 a broadcast of 5 numbers from rank 2 in group 1, and it waits at line
+    9 for a message of rank 1. It ends with "...", or with where it stands: "; 40 get", "; ended".
     """
-    entries = [
-        {
-            "record_id": number,
-            "time_created_ns": 10**9 * (time.time() - seconds - apart * (len(lines) - number)),
-            "frames": [{"filename": "/home/me/train.py", "line": line}],
-            "profiling_name": "gloo:all_reduce",
-            "process_group": ("0", ""),
-            "input_sizes": [[4]],
-            "input_dtypes": ["Float"],
-        }
-        for number, line in enumerate(lines)
-    ]
-    (folder / f"calls_{rank}").write_bytes(pickle.dumps({"entries": entries}))
-    stack = f'  File "/lib/python3.12/site-packages/torch/c10d.py", line 1 in {called}\n'
-    stack += f'  File "/home/me/train.py", line {lines[-1]} in train\n'
-    text = f"{ranks} ranks\nStack (most recent call first):\n{stack}"
-    (folder / f"stacks_{rank}").write_text(text)
+    for rank, text in enumerate(ranks):
+        calls, _, stands = text.partition("; ")
+        calls = [call for call in calls.split(", ") if call]
+        entries, notes, counted = [], [], dict.fromkeys("01234", 0)
+        for number, each in enumerate(calls):
+            line, rest = each.split()[:2]
+            name, mark, peer, group, size = re.fullmatch(
+                r"(\w+)([=<>]?)(\d?)(?:/(\d))?(?:\*(\d+))?", rest
+            ).groups()
+            group = group or "0"
+            moment = time.time() - seconds - apart * (len(calls) - 1 - number)
+            call = {"time_created_ns": 10**9 * moment, "frames": []}
+            if mark:
+                frames = [("/home/me/train.py", int(line), "train")]
+                call |= {"name": name, "peer": int(peer), "group": group, "number": number}
+                notes.append(call | {"frames": frames, "waits": each.endswith("...")})
+            if mark in ("", "="):
+                counted[group] += 1
+                frame = {"filename": "/home/me/train.py", "line": int(line), "name": "train"}
+                call |= {"record_id": number, "op_id": number, "frames": [frame]}
+                call |= {"profiling_name": f"gloo:{name}", "process_group": (group, "")}
+                call |= {"input_sizes": [[int(size or 4)]], "input_dtypes": ["Float"]}
+                call |= {"collective_seq_id": counted[group], "retired": not each.endswith("...")}
+                entries.append(call)
+        groups = {"0": range(len(ranks)), "1": (0, 1), "2": (2, 3), "3": (1, 3), "4": range(3)}
+        dump = {"entries": entries, "notes": notes, "groups": groups, "ended": stands == "ended"}
+        (folder / f"calls_{rank}").write_bytes(pickle.dumps(dump))
+        line, _, called = (stands or f"{line} {name}").partition(" ")
+        text = f"{len(ranks)} ranks\n"
+        for place in line.split("|"):
+            text += "Stack (most recent call first):\n"
+            text += f'  File "/lib/python3.12/site-packages/torch/c10d.py", line 1 in {called}\n'
+            text += f'  File "/home/me/train.py", line {place} in train\n'
+        (folder / f"stacks_{rank}").write_text(text)
 
 
 def test_a_list_bears_the_moment_at_which_it_was_begun(monkeypatch, tmp_path):
@@ -361,7 +381,7 @@ def test_a_list_bears_the_moment_at_which_it_was_begun(monkeypatch, tmp_path):
     def dump():
         begun.append(time.time())
         time.sleep(0.5)
-        return b""
+        return pickle.dumps({})
 
     begun = []
     monkeypatch.setattr(lesson.torch._C._distributed_c10d, "_dump_fr_trace", dump)
@@ -369,21 +389,163 @@ def test_a_list_bears_the_moment_at_which_it_was_begun(monkeypatch, tmp_path):
     assert (tmp_path / "calls_0").stat().st_mtime < begun[0] + 0.1
 
 
-def test_evidence_is_looked_at_before_a_rank_is_named(tmp_path):
-    for lengths, seconds, named in (
-        ((5, 5, 4), (10, 0), [2]),
-        ((5, 5, 4), (0, 0), []),  # the job still ran when the lists were written
-        ((5, 5, 4), (3, 4), []),  # or it may have: its calls are four seconds apart
-        ((5, 5, 4), (10, 4), [2]),
-        ((5, 4, 4), (10, 0), []),  # two left a call out, or one has made one too many
-        ((5, 4), (10, 0), []),  # and of two, nobody can tell which
-    ):
-        for rank, length in enumerate(lengths):
-            leave_files(tmp_path, rank, [7] * length, *seconds, ranks=len(lengths))
-        assert lesson.tell(tmp_path) == named, lengths
-    for rank, (length, called) in enumerate(((4, "recv"), (4, "recv"), (5, "all_reduce"))):
-        leave_files(tmp_path, rank, [7] * length, called=called)
-    assert lesson.tell(tmp_path) == []  # two wait for a message of the third
+def test_a_list_counts_if_the_job_stood_still(tmp_path):
+    waits = "7 all_reduce, 7 all_reduce, 7 all_reduce ..."
+    for seconds, apart, named in ((10, 0, [1]), (0, 0, []), (3, 4, []), (10, 4, [1])):
+        leave_files(
+            tmp_path, waits, "7 all_reduce, 7 all_reduce; 40 get", seconds=seconds, apart=apart
+        )
+        assert lesson.tell(tmp_path) == named, (seconds, apart)
+
+
+LOOP = "7 all_reduce, 7 all_reduce"
+STEP = "3 recv<1, 5 send>1, 7 all_reduce, "
+LAST = "3 recv<0, 5 send>0, 7 all_reduce, "
+MESH = "6 all_reduce/{}, 7 all_reduce/{}, 8 all_reduce, "
+HANGS = {  # what ranks have left; whom that names; words that it says
+    "of two, one has not come": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 get"],
+        [1],
+        "rank 0 waits",
+    ),
+    "or is the call one too many?": (
+        [f"{LOOP}, 9 all_reduce ...", f"{LOOP}; 40 get"],
+        [],
+        "has rank 0 made a call too many, or rank 1 left it out?",
+    ),
+    "half are behind": ([f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}; 40 get"] * 2, [2, 3], "40"),
+    "most are behind": ([f"{LOOP}, 7 all_reduce ..."] + [f"{LOOP}; 40 get"] * 2, [1, 2], "40"),
+    "at the first call": (
+        ["7 all_reduce ..."] * 2 + ["; 40 get"],
+        [2],
+        "rank 0, 1 waits for rank 2",
+    ),
+    "one is slow": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40|41 get"],
+        [],
+        "rank 1 was elsewhere",
+    ),
+    "a list that is not of this moment": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 7 all_reduce"],
+        [],
+        "",
+    ),
+    "forward without a call is at work": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 6 forward"],
+        [1],
+        "",
+    ),
+    "a message in a pipeline": (
+        ["3 recv<1, 3 recv<1 ...", "5 send>0, 3 recv<2, 3 recv<2 ...", "5 send>1; 40 acquire"],
+        [2],
+        "rank 1 waits for rank 2: recv from 2",
+    ),
+    "irecv and wait": (
+        ["3 recv<1, 3 recv<1 ...; 4 Work.wait", "5 send>0; 40 get"],
+        [1],
+        "recv from 1",
+    ),
+    "a send that nobody takes": (["3 send>1, 3 send>1 ...", "5 recv<0; 40 get"], [1], "send to 1"),
+    "a send was left out": (
+        [STEP * 3 + "3 recv<1 ...", LAST.replace("3 recv<0, ", "") * 3 + "7 all_reduce ..."],
+        [1],
+        "send to 0 in group 0 at train.py:5",
+    ),
+    "both send first": (
+        ["3 send>1 ...", "3 send>0 ...", "7 all_reduce ..."],
+        [],
+        "1 wait for each other",
+    ),
+    "another group than ever before": (
+        [MESH.format(1, 1) * 3 + "6 all_reduce/1, 7 all_reduce/1, 8 all_reduce ..."] * 2
+        + [MESH.format(2, 2) * 3 + "6 all_reduce/2, 7 all_reduce/2 ..."]
+        + [MESH.format(2, 2) * 3 + "6 all_reduce/2, 7 all_reduce/3 ..."],
+        [3],
+        "all_reduce in group 2 at train.py:7",
+    ),
+    "two groups in the other order": (
+        ["7 all_reduce ...", "7 all_reduce ...", "8 all_reduce/4 ..."],
+        [2],
+        "rank 2 stands alone",
+    ),
+    "another source": (
+        ["8 broadcast=0, 9 barrier ...", "8 broadcast=0 ...", "8 broadcast=2 ..."],
+        [2],
+        "root 2",
+    ),
+    "of two, another source": (
+        ["8 broadcast=0 ...", "8 broadcast=1 ..."],
+        [],
+        "which of rank 0, 1",
+    ),
+    "another size": (
+        ["7 all_reduce ...", "7 all_reduce ...", "7 all_reduce*5 ..."],
+        [2],
+        "5 Float",
+    ),
+    "pieces differ rightly": (
+        ["7 scatter*8 ...", "7 scatter ...", "; 40 get"],
+        [2],
+        "waits for rank 2",
+    ),
+    "of two, another call": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}, 9 barrier ..."],
+        [],
+        "which of rank 0, 1",
+    ),
+    "one has left the loop": (
+        [f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}, 9 barrier ..."],
+        [2],
+        "parted at barrier in group 0 at train.py:9",
+    ),
+    "two have left the loop": (
+        [f"{LOOP}, 7 all_reduce ..."] + [f"{LOOP}, 9 barrier ..."] * 2,
+        [],
+        "which",
+    ),
+    "two have left out a call of each round": (
+        ["7 all_reduce, 9 barrier, " * 3 + "7 all_reduce ..."]
+        + ["7 all_reduce, 9 barrier, " * 3 + "9 barrier ..."] * 2,
+        [1, 2],
+        "all_reduce in group 0 at train.py:7",
+    ),
+    "one has called where it stood alone": (
+        ["7 broadcast, 6 broadcast, 7 broadcast ..."]
+        + ["7 broadcast, 7 broadcast, 8 all_reduce ..."] * 2,
+        [0],
+        "parted at broadcast in group 0 at train.py:6",
+    ),
+    "main process first": (
+        ["4 barrier, 7 all_reduce, 9 barrier ..."]
+        + ["5 barrier, 7 all_reduce, 8 broadcast ..."] * 2,
+        [0],
+        "parted at barrier in group 0 at train.py:9",
+    ),
+    "the others have ended": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; ended"],
+        [],
+        "too many, or rank 1",
+    ),
+    "one has ended early": (
+        [f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}; ended"],
+        [2],
+        "rank 2 has ended",
+    ),
+    "a new group is for all": (
+        [f"{LOOP}; 9 new_group"] * 2 + [f"{LOOP}; 40 get"],
+        [2],
+        "new_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_who_holds_up_the_others(name, tmp_path, capsys):
+    left, named, words = HANGS[name]
+    leave_files(tmp_path, *left)
+    assert (lesson.tell(tmp_path), words in (said := capsys.readouterr().out)) == (named, True), (
+        said
+    )
 
 
 FORKS = """
@@ -422,9 +584,10 @@ def test_files_that_name_nobody(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         lesson.parse_args(["--files", str(tmp_path)])
     assert stop.value.code == 2 and "has left no stacks_0" in capsys.readouterr().err
+    nothing = {"entries": [], "notes": [], "groups": {}, "ended": False}
     (tmp_path / "stacks_0").write_text("2 ranks\n")
     (tmp_path / "stacks_1").write_text("2 ranks\n")
-    (tmp_path / "calls_0").write_bytes(pickle.dumps({"entries": []}))
+    (tmp_path / "calls_0").write_bytes(pickle.dumps(nothing))
     (tmp_path / "calls_1").write_bytes(b"torn")
     (tmp_path / "stacks_2").write_text("3 ranks\n")  # of an earlier job
     assert lesson.read_files(tmp_path) == 1  # a victim would be named as easily
