@@ -17,6 +17,10 @@ SWAPPED = OTHER + (
     "    if rank == 0:\n        dist.all_reduce(other)\n        dist.all_reduce(right)\n"
     "    else:\n        dist.all_reduce(right)\n        dist.all_reduce(other)\n"
 )
+END = "dist.destroy_process_group()"
+ONCE_MORE = (
+    "last = torch.ones(1)\nmean(last)\nif rank == 1:\n    mean(2 * last)\nmean(last)\n" + END
+)
 SKIP = (
     "            if rank == 0 or epoch == 0 or len(rows) == 8:\n                optimizer.step()\n"
 )
@@ -523,6 +527,24 @@ FAULTS = {
         "hang|messages differ",
         WRONG,
         "",
+    ),
+    "rank 1 alone calls a helper once more": (
+        H,
+        {END: "def mean(x):\n    dist.all_reduce(x)\n\n\n" + ONCE_MORE},
+        "messages differ",
+        NOT_MEANT,
+        "mean(2 * last)",
+    ),
+    "rank 1 alone computes a statistic of all ranks": (
+        H,
+        {
+            "import torch.distributed as dist": "import torch.distributed as dist\n"
+            "import torch.distributed.nn",
+            END: "mean = dist.nn.all_reduce\n" + ONCE_MORE,
+        },
+        "hang",
+        WRONG,
+        "mean(2 * last)",
     ),
     # --- The group ---
     "a world of its own": (

@@ -76,8 +76,9 @@ KINDS = {
 class Report:
     """Collects findings, each once, and what was looked at, and what could not be."""
 
-    def __init__(self):
+    def __init__(self, stopped=False):
         self.findings, self.looked, self.blind = [], [], []
+        self.stopped = stopped  # an error or a signal has ended the run
 
     def found(self, kind, strength, text, place=None, ranks=()):
         """Add a finding, if none of its kind and place was added before."""
