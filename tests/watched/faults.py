@@ -29,6 +29,13 @@ HALF = (
     "{k: v / 2 for k, v in model.state_dict().items()})\n    optimizer = torch"
 )
 ONE_PART = "rows.chunk(1), labels.chunk(1)"
+TWICE = (
+    "class Twice(nn.Module):\n    def __init__(self, block):\n        super().__init__()\n"
+    "        self.block = block\n\n    def forward(self, x):\n"
+    "        x = x.detach().requires_grad_()\n        for _ in range(2):\n"
+    "            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)\n"
+    "        return x\n\n\n"
+)
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
 FAULTS = {
@@ -259,6 +266,17 @@ FAULTS = {
         {"optimizer.zero_grad()": "pass"},
         "gradients pile up",
         NOT_MEANT,
+        "optimizer.step",
+    ),
+    "a block in two reentrant checkpoints": (
+        D,
+        {
+            "def make_data": TWICE + "def make_data",
+            "nn.Linear(6, 16)": "Twice(nn.Linear(6, 6)), nn.Linear(6, 16)",
+            "import torch\n": "import torch\nimport torch.utils.checkpoint\n",
+        },
+        "gradients differ",
+        WRONG,
         "optimizer.step",
     ),
     # --- Replicas ---
