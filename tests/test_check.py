@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,30 @@ def test_a_hang_names_who_waits_where(tmp_path):
     assert code == 1
     assert f"rank 1 waits in barrier at train.py:{line}" in finding["text"]
     assert "rank 0 waits in all_reduce at train.py:" in finding["text"]
+
+
+KILLED = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(3))\n"
+ABORTED = "sizes = [torch.zeros(1) for _ in range(2)]\n" + (
+    "dist.gather(torch.ones(1), sizes if rank == 0 else None)\n"
+    "dist.scatter(torch.zeros(2 - rank), [torch.ones(2)] * 2 if rank == 0 else None)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "end, words",
+    [
+        (KILLED, "rank 1 failed: killed by SIGKILL"),
+        (ABORTED, r"rank 1 failed: killed by SIGABRT: op\.preamble.*, at train\.py:8"),
+    ],
+    ids=["killed", "aborted"],
+)
+def test_a_rank_that_dies_is_the_cause_and_what_it_no_longer_calls_is_none(end, words, tmp_path):
+    head = "import os\nimport torch\nimport torch.distributed as dist\n"
+    head += "dist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+    (tmp_path / "train.py").write_text(head + end)
+    code, stdout, stderr = check("--json", tmp_path / "train.py")
+    assert code == 2 and re.search(words, stderr), stderr
+    assert json.loads(stdout)["findings"] == []
 
 
 @pytest.mark.slow

@@ -4,14 +4,20 @@ After a cure the ranks agree, and their gradients are those of one process with 
 the neighbour's fault is tried as well: where it only silences the message, the ranks differ.
 """
 
+import os
+import subprocess
 import sys
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from nbtools import RankFailed, run
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -166,3 +172,78 @@ def test_a_strange_number_of_parameters_is_the_data_of_another_collective():
     words = "this rank has 2 parameters, and rank 1 has sent 1797: do their .* or was one of them"
     with pytest.raises(RankFailed, match=words):
         run(wrap_on_rank_0_only, 2)
+
+
+# --- Files ---
+
+
+def save_into_a_new_folder(rank, world_size, folder, makers):
+    """Ranks `makers` make the folder, rank 0 late; rank 1 saves into it."""
+    if rank == 0:
+        dist.barrier()  # rank 1 has saved
+    if rank in makers:
+        os.makedirs(folder, exist_ok=True)
+    if rank == 1:
+        torch.save({}, f"{folder}/optimizer_1.pt")
+        dist.barrier()
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path):
+    with pytest.raises(RankFailed, match=r"Parent directory .* does not exist"):
+        run(save_into_a_new_folder, 2, str(tmp_path / "new"), [0])
+    run(save_into_a_new_folder, 2, str(tmp_path / "new"), [0, 1])
+
+
+def load_into_a_larger_model(rank, world_size, folder, planner):
+    """Return whether the layer of the checkpoint was loaded, and whether the new one stayed."""
+    old, larger = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    dcp.save({"0.weight": old.weight, "0.bias": old.bias}, checkpoint_id=folder)
+    state = larger.state_dict()
+    was = larger[1].weight.clone()
+    dcp.load(state, checkpoint_id=folder, planner=planner)
+    loaded = [None] * world_size
+    dist.all_gather_object(loaded, larger[0].weight.tolist())
+    return loaded[0] == loaded[1], torch.equal(larger[1].weight, was)
+
+
+def test_a_sharded_checkpoint_without_a_layer_of_the_model(tmp_path):
+    folder = str(tmp_path)
+    with pytest.raises(RankFailed, match=r"Missing key in checkpoint state_dict: 1.(weight|bias)"):
+        run(load_into_a_larger_model, 2, folder, None)
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    assert run(load_into_a_larger_model, 2, folder, partly) == [(True, True), (True, True)]
+
+
+def collect_state(rank, world_size, on):
+    """Shard a model; ranks `on` ask for its whole state. Return the shape of a weight in it."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 8), mesh=init_device_mesh("cpu", (world_size,)))
+    whole = None
+    if rank in on:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model(torch.ones(2, 4)).sum().backward()
+    return None if whole is None else list(whole["weight"].shape)
+
+
+def test_the_whole_state_of_a_sharded_model_is_a_collective():
+    with pytest.raises(RankFailed, match=r"get_model_state_dict .* tensors of the same size"):
+        run(collect_state, 2, [0])
+    assert run(collect_state, 2, [0, 1]) == [[8, 4], [8, 4]]
+
+
+FUNCTION = "def train(rank):\n    assert rank == 0\n"
+SPAWN = (
+    "from multiprocessing import get_context\n"
+    "process = get_context('spawn').Process(target=train, args=(0,))\n"
+    "process.start()\nprocess.join()\nraise SystemExit(process.exitcode)\n"
+)
+
+
+def test_a_function_of_a_notebook_is_not_found_by_spawn(tmp_path):
+    """A kernel runs a cell as a text that is no file; mp.spawn starts its processes like this."""
+    (tmp_path / "my_ranks.py").write_text(FUNCTION)
+    command = [sys.executable, "-c"]
+    cell = [*command, FUNCTION + SPAWN], [*command, "from my_ranks import train\n" + SPAWN]
+    fault, cure = (subprocess.run(c, cwd=tmp_path, capture_output=True, text=True) for c in cell)
+    assert "Can't get attribute 'train' on <module '__main__' (built-in)>" in fault.stderr
+    assert (fault.returncode, cure.returncode, cure.stderr) == (1, 0, "")

@@ -17,6 +17,10 @@ SWAPPED = OTHER + (
     "    if rank == 0:\n        dist.all_reduce(other)\n        dist.all_reduce(right)\n"
     "    else:\n        dist.all_reduce(right)\n        dist.all_reduce(other)\n"
 )
+END = "dist.destroy_process_group()"
+ONCE_MORE = (
+    "last = torch.ones(1)\nmean(last)\nif rank == 1:\n    mean(2 * last)\nmean(last)\n" + END
+)
 SKIP = (
     "            if rank == 0 or epoch == 0 or len(rows) == 8:\n                optimizer.step()\n"
 )
@@ -30,6 +34,13 @@ BOARD = (
     "    from torch.utils.tensorboard import SummaryWriter\n"
     "    board = SummaryWriter(FOLDER)\n    board.add_scalar('loss', 1.0, 0)\n"
 ) + WRITER
+TWICE = (
+    "class Twice(nn.Module):\n    def __init__(self, block):\n        super().__init__()\n"
+    "        self.block = block\n\n    def forward(self, x):\n"
+    "        x = x.detach().requires_grad_()\n        for _ in range(2):\n"
+    "            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)\n"
+    "        return x\n\n\n"
+)
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
 FAULTS = {
@@ -260,6 +271,17 @@ FAULTS = {
         {"optimizer.zero_grad()": "pass"},
         "gradients pile up",
         NOT_MEANT,
+        "optimizer.step",
+    ),
+    "a block in two reentrant checkpoints": (
+        D,
+        {
+            "def make_data": TWICE + "def make_data",
+            "nn.Linear(6, 16)": "Twice(nn.Linear(6, 6)), nn.Linear(6, 16)",
+            "import torch\n": "import torch\nimport torch.utils.checkpoint\n",
+        },
+        "gradients differ",
+        WRONG,
         "optimizer.step",
     ),
     # --- Replicas ---
@@ -567,6 +589,24 @@ FAULTS = {
         "hang|messages differ",
         WRONG,
         "",
+    ),
+    "rank 1 alone calls a helper once more": (
+        H,
+        {END: "def mean(x):\n    dist.all_reduce(x)\n\n\n" + ONCE_MORE},
+        "messages differ",
+        NOT_MEANT,
+        "mean(2 * last)",
+    ),
+    "rank 1 alone computes a statistic of all ranks": (
+        H,
+        {
+            "import torch.distributed as dist": "import torch.distributed as dist\n"
+            "import torch.distributed.nn",
+            END: "mean = dist.nn.all_reduce\n" + ONCE_MORE,
+        },
+        "hang",
+        WRONG,
+        "mean(2 * last)",
     ),
     # --- The group ---
     "a world of its own": (

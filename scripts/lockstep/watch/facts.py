@@ -104,14 +104,18 @@ def shown(filename):
     return os.path.relpath(path, home) if path.startswith(home + os.sep) else path
 
 
-def where():
-    """Return "train.py:41", the innermost line of the reader's own on the stack, or None."""
+def way():
+    """Yield the lines of the reader's own on the stack, as "train.py:41", the innermost first."""
     frame = sys._getframe(1)
     while frame:
         if is_own(frame.f_code.co_filename):
-            return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            yield f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    return None
+
+
+def where():
+    """Return the innermost line of the reader's own on the stack, or None."""
+    return next(way(), None)
 
 
 # --- Numbers that stand for tensors ---

@@ -47,6 +47,7 @@ def join(init, instance, args, kwargs):
     facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
     stack = open(os.path.join(facts.settings["folder"], f"{os.getpid()}.stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    faulthandler.enable(stack)  # if C++ ends this process
     return result
 
 
@@ -72,10 +73,13 @@ def call(function, instance, args, kwargs):
     shape = None if first is None else [list(first.shape), str(first.dtype).removeprefix("torch.")]
     group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
     members = None if group is None else dist.get_process_group_ranks(group)
-    own = facts.is_own(sys._getframe(1).f_code.co_filename)
+    caller = sys._getframe(1).f_code.co_filename
+    own = facts.is_own(caller) or caller.endswith("torch/distributed/nn/functional.py")
     if not facts.room("calls", (str(members), own, name in BETWEEN_TWO)):
         return function(*args, **kwargs)
-    facts.note("call", name=name, shape=shape, members=members, own=own, where=facts.where())
+    way = list(facts.way())
+    where = way[0] if way else None
+    facts.note("call", name=name, shape=shape, members=members, own=own, where=where, way=way)
     _inside.append(name)
     try:
         return function(*args, **kwargs)

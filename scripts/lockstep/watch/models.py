@@ -75,7 +75,8 @@ def call(function, module, args, kwargs):
     import torch
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-    if _inside:
+    again = torch._C._current_graph_task_id() != -1  # backward computes a checkpointed part again
+    if _inside or again:
         return function(*args, **kwargs)
     ddp = isinstance(module, DistributedDataParallel)
     inner = module.module if ddp or isinstance(module, DataParallel) else module

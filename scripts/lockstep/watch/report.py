@@ -16,7 +16,7 @@ def tell(args, job, ranks):
     problem = what_stopped_it(job, ranks)
     if problem:
         print(f"check: {args.script} could not be run to the end: {problem}", file=sys.stderr)
-    report = findings.Report()
+    report = findings.Report(stopped=bool(problem))
     started = args.nproc if job.launcher != "python" else None
     for one in ranks:
         findings.judge(one, report, started)
@@ -52,6 +52,11 @@ def what_stopped_it(job, jobs):
     for error in sorted(errors, key=lambda error: error["at"]):
         if error["where"] and error["text"][:60] in said:
             return f"{said}, at {error['where']}"
+    if by_cpp := re.search(r"rank (\d+) failed: killed by SIGABRT", said):
+        why = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", job.output)
+        stack = next((of[rank].stack for of in jobs for rank in of if rank == int(by_cpp[1])), "")
+        place, _ = hang.read(stack)
+        said += (f": {why[1][:300]}" if why else "") + (f", at {place}" if place else "")
     return said
 
 

@@ -28,6 +28,11 @@ NO_GRADIENT = (
     " parameters were replaced?"
 )
 
+OUTSIDE = (
+    "is a parameter unfrozen after wrapping, or outside of the wrapped model? Is a gradient changed"
+    " after the average? Is a block in two checkpoints with use_reentrant=True?"
+)
+
 # kind: (what to do, the lesson that tells why)
 KINDS = {
     "same rows": (SAMPLER, "02"),
@@ -43,7 +48,7 @@ KINDS = {
     "no exchange": ("wrap the model in DistributedDataParallel", "02"),
     "past DDP": ("call the wrapped model, not the one inside", "02"),
     "no_sync": ("leave no_sync() for the last forward and backward before the update", "10"),
-    "gradients differ": ("", "17"),
+    "gradients differ": (OUTSIDE, "17"),
     "sum of gradients": ("divide by the number of ranks, or let DDP do it", "10"),
     "clipped too early": ("clip after the gradients are averaged", "10"),
     "not the mean": ("", "10"),
@@ -80,8 +85,9 @@ KINDS = {
 class Report:
     """Collects findings, each once, and what was looked at, and what could not be."""
 
-    def __init__(self):
+    def __init__(self, stopped=False):
         self.findings, self.looked, self.blind = [], [], []
+        self.stopped = stopped  # an error or a signal has ended the run
 
     def found(self, kind, strength, text, place=None, ranks=()):
         """Add a finding, if none of its kind and place was added before."""

@@ -22,19 +22,14 @@ def judge(job, report):
             what, place = stands(seen)
             words.append(f"rank {rank} {what} {place or 'no line of yours'} {made}")
             places.append(place)
-    place = next((place for place in places if place), None)
+    apart = [one.place for one in report.findings if one.kind == "messages differ"]
+    place = next((place for place in apart + places if place), None)
     report.found("hang", WRONG, f"the ranks wait for each other: {'; '.join(words)}", place, gone)
 
 
 def stands(rank):
     """Return (what a rank does, the line): from its stack, or from its last call."""
-    own, called = None, ""
-    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', rank.stack):
-        if facts.is_own(file):
-            own = f"{file.rpartition('/')[2]}:{line}"
-            break
-        if not function.startswith("_") and function != "wrapper":
-            called = function
+    own, called = read(rank.stack)
     last = next((e for e in reversed(rank.events) if e["what"] in ("call", "called")), None)
     if last and last["what"] == "call":
         return f"waits in {last['name']} at", last["where"]
@@ -42,3 +37,14 @@ def stands(rank):
         return f"stands {f'in {called} ' if called else ''}at", own
     seen = next((e["where"] for e in reversed(rank.events) if e.get("where")), None)
     return "was last seen at", seen
+
+
+def read(stack):
+    """Return (the innermost line of the reader's own or None, the library's function called)."""
+    called = ""
+    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
+        if facts.is_own(file):
+            return f"{file.rpartition('/')[2]}:{line}", called
+        if not function.startswith("_") and function != "wrapper":
+            called = function
+    return None, called

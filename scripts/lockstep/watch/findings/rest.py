@@ -73,6 +73,8 @@ def compare_calls(calls, job, report):
     for number in range(max(map(len, calls.values()))):
         here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
         if any(call is None and not job[rank].ended for rank, call in here.items()):
+            if report.stopped:
+                return None  # a rank that died calls no more
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
             text = f"when the run ended, collective {number + 1} was not called by all:"
             place = next(call["where"] for call in here.values() if call)
@@ -80,14 +82,22 @@ def compare_calls(calls, job, report):
             return report.found("messages differ", NOT_MEANT, text, place)
         if len({key(call) for call in here.values()}) > 1:
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
-            place = next(call["where"] for call in here.values() if call)
+            ways = {tuple(call["way"]) for call in here.values() if call}
             text = f"collective {number + 1} is not the same: {'; '.join(words)}"
-            return report.found("messages differ", WRONG, text, place)
-        lines = {call["where"] for call in here.values()}
-        if len(lines) > 1 and next(iter(here.values()))["name"] in ("all_reduce", "all_gather"):
-            text = f"collective {number + 1} is called from {', '.join(sorted(map(str, lines)))}"
-            return report.found("messages differ", NOT_MEANT, text, min(map(str, lines)))
+            return report.found("messages differ", WRONG, text, rarest(ways, calls))
+        ways = {tuple(call["way"]) for call in here.values()}
+        if len(ways) > 1 and next(iter(here.values()))["name"] in ("all_reduce", "all_gather"):
+            words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
+            text = f"collective {number + 1} is called from several lines: {'; '.join(words)}"
+            return report.found("messages differ", NOT_MEANT, text, rarest(ways, calls))
     return None
+
+
+def rarest(ways, calls):
+    """Return the line, of those at which these ways part, to which the fewest ranks ever come."""
+    took = [{line for call in of for line in call["way"]} for of in calls.values()]
+    lines = sorted(set.union(*map(set, ways)) - set.intersection(*map(set, ways)))
+    return min(lines, key=lambda line: sum(line in lines for lines in took), default=None)
 
 
 def key(call):
@@ -103,7 +113,8 @@ def said(call):
     if call is None:
         return "calls nothing"
     shape = f" of {call['shape'][0] or 'one number'}" if call["shape"] else ""
-    return f"calls {call['name']}{shape} at {call['where']}"
+    callers = f" (called at {', '.join(call['way'][1:])})" if call["way"][1:] else ""
+    return f"calls {call['name']}{shape} at {call['where']}{callers}"
 
 
 def files(job, report):
