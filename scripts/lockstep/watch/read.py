@@ -45,12 +45,12 @@ class Rank:
         self.forwards.append(event)
         if event["train"] and event["grad"]:
             self._rows.append(event["rows"])
+            self._past += [event["where"]] if event["past"] else []
             self._asked += self._batch or []
             self._batch = None
         elif not event["grad"]:
             self.tested += self._batch or []
             self._batch = None
-            self._past += [event["where"]] if event["past"] else []
 
     def take_update(self, event):
         trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]
