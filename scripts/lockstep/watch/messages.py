@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 
@@ -26,24 +27,39 @@ def watch():
     for name in ("init_process_group", "destroy_process_group", *COLLECTIVES, *BETWEEN_TWO):
         hook = {"init_process_group": join, "destroy_process_group": leave}.get(name, call)
         around(c10d, name, hook)
-        setattr(torch.distributed, name, getattr(c10d, name))
+        for module in (torch.distributed, torch.distributed.device_mesh):  # names of the same
+            if hasattr(module, name):
+                setattr(module, name, getattr(c10d, name))
 
 
 def join(init, instance, args, kwargs):
-    """The rank joins its group."""
+    """The rank joins its group, which meets on this machine, whatever address the script has."""
     import torch.distributed as dist
 
     from lockstep.watch import end
 
-    facts.note("joining", where=facts.where())
-    result = init(*args, **kwargs)
+    facts.note("joining", as_rank=kwargs.get("rank"), where=facts.where())
+    if "MASTER_ADDR" in os.environ:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    args = [args[0], here(args[1]), *args[2:]] if len(args) > 1 else args
+    result = init(*args, **{name: here(value) for name, value in kwargs.items()})
     facts.process["rank"] = dist.get_rank()
+    os.environ["LOCKSTEP_WATCH_PARENT"] = str(dist.get_rank())  # for processes that it will start
     end.watch_this_rank()
     place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
     facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
     stack = open(os.path.join(facts.settings["folder"], f"{os.getpid()}.stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     return result
+
+
+def here(address):
+    """Return a "tcp://host:port" with the address of this machine, and anything else as it is."""
+    return (
+        re.sub("^tcp://[^/]*:", "tcp://127.0.0.1:", address)
+        if isinstance(address, str)
+        else address
+    )
 
 
 def leave(destroy, instance, args, kwargs):
@@ -62,6 +78,8 @@ def call(function, instance, args, kwargs):
     import torch
     import torch.distributed as dist
 
+    from lockstep.watch import models
+
     name = getattr(function, "__name__", "?")
     given = [*args, *kwargs.values()]
     first = next((one for one in given if isinstance(one, torch.Tensor)), None)
@@ -69,7 +87,8 @@ def call(function, instance, args, kwargs):
     group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
     members = None if group is None else dist.get_process_group_ranks(group)
     own = facts.is_own(sys._getframe(1).f_code.co_filename)
-    facts.note("call", name=name, shape=shape, members=members, own=own, where=facts.where())
+    about = {"own": own, "in_model": models.is_called(), "where": facts.where()}
+    facts.note("call", name=name, shape=shape, members=members, **about)
     _inside.append(name)
     try:
         return function(*args, **kwargs)

@@ -192,7 +192,8 @@ def judge_settings(ranks, report):
             text = f"at update {number} {key} is {values} on the ranks"
             report.found("settings differ", WRONG, text, made, others)
             return
-    report.look("settings of the optimizers: the same on all ranks")
+    if any(rank.updates for rank in ranks):
+        report.look("settings of the optimizers: the same on all ranks")
 
 
 def judge_replicas(one, number, ranks, report):
@@ -222,7 +223,7 @@ def judge_end(ranks, report):
         return
     for number, state in ranks[0].states.items():
         sums = [rank.states.get(number, state)["sums"] for rank in ranks]
-        if any(one != sums[0] for one in sums):
+        if state["trained"] and any(one != sums[0] for one in sums):
             text = "parameters differ at the end"
             text += "" if joins(ranks) else ", and were equal after the last update"
             report.found("replicas differ", WRONG, text, ranks[0].updates[-1]["where"])
@@ -322,7 +323,9 @@ def stays(updates, n):
 def modes(job, report):
     """train() and eval(), where a layer behaves differently."""
     rank = next(iter(job.values()))
-    touchy = {number for number, m in rank.models.items() if m["norms"] or m["dropout"]}
+    touchy = {
+        number for number, m in rank.models.items() if m["norms"] or m["synced"] or m["dropout"]
+    }
     if not touchy:
         return
     trained = False
