@@ -27,13 +27,28 @@ def check(*arguments, cwd=None):
     return done.returncode, done.stdout, done.stderr
 
 
+NOISY = """
+
+class Noisy(TensorDataset):
+    def __getitem__(self, number):
+        row, label = super().__getitem__(number)
+        return row + torch.randn(6), label
+"""
+
+
 def test_a_script_that_starts_its_own_ranks(tmp_path):
     text = (WATCHED / "spawn.py").read_text().replace("sampler.set_epoch(epoch)", "pass")
+    noisy = "data = Noisy(rows, rows.sum(1, keepdim=True))"  # drawn in a worker, started anew
+    text = text.replace("data = TensorDataset(rows, rows.sum(1, keepdim=True))", noisy)
+    loader = "loader = DataLoader(data, 8, sampler=sampler, num_workers=1, persistent_workers=True)"
+    text = text.replace("    for epoch in", f"    {loader}\n    for epoch in")
+    text = text.replace("DataLoader(data, 8, sampler=sampler):", "loader:")
+    text = text.replace("\n\ndef work", NOISY + "\n\ndef work")
     (tmp_path / "train.py").write_text(text)
     code, stdout, stderr = check("--json", tmp_path / "train.py", tmp_path)
     report = json.loads(stdout)
     assert (code, stderr, report["started_by"], report["ranks"]) == (0, "", "python", [[0, 1]])
-    assert [one["kind"] for one in report["findings"]] == ["order repeats"]
+    assert [one["kind"] for one in report["findings"]] == ["order repeats", "same random numbers"]
     line = text.splitlines()[int(report["findings"][0]["place"].partition(":")[2]) - 1]
     assert "DataLoader(data" in line
 
@@ -78,11 +93,20 @@ def test_a_script_for_gpus_runs_on_the_cpu():
 def test_the_old_launcher_hands_over_a_flag(tmp_path):
     script = tmp_path / "old.py"
     head = "import argparse\nparser = argparse.ArgumentParser()\n"
-    head += 'parser.add_argument("--local-rank", type=int)\n'
+    head += 'parser.add_argument("--local_rank", type=int)\n'
     head += "assert parser.parse_args().local_rank in (0, 1)\n"
     script.write_text(head + (WATCHED / "by_hand.py").read_text())
     code, stdout, _ = check("--updates", 3, script)
     assert code == 0 and "2 ranks, started by launch, 3 updates" in stdout
+    assert "it was handed over as --local_rank" in stdout
+
+
+def test_a_script_that_starts_ranks_gets_their_address_from_outside(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "23456")
+    from lockstep.check import Job, read_flags
+
+    for script, port in ((WATCHED / "spawn.py", "23456"), (WATCHED / "ddp.py", None)):
+        assert Job(read_flags([str(script)]), tmp_path).environment().get("MASTER_PORT") == port
 
 
 @pytest.mark.parametrize(

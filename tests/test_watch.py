@@ -71,11 +71,14 @@ def test_a_fault_is_named_with_its_line(name, check, tmp_path):
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_called_wrong_where_nothing_is(name, check, tmp_path):
-    path = edited(tmp_path, *CLEAN[name])
+    script, edits, *never = CLEAN[name]
+    path = edited(tmp_path, script, edits)
     report = check(path, tmp_path)
     assert report["exit_code"] == 0, report["findings"]
     assert not [one for one in report["findings"] if one["strength"] == "wrong"]
     assert max(map(max, report["updates"])) > 0
+    for kind in never:
+        assert not [one for one in report["findings"] if re.fullmatch(kind, one["kind"])]
     if name.startswith("as they are"):
         assert report["findings"] == []
 
@@ -157,14 +160,25 @@ model(torch.ones(4, 3)).sum().backward()
 optimizer.step()
 """
 
+ONE_FAILS = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("too small")
+dist.all_reduce(torch.ones(1), async_op=True)
+"""
+
 
 @pytest.mark.parametrize(
     "text, words",
     [
         ("import torch\ninput('how many epochs? ')\n", "EOFError: EOF when reading a line"),
-        ("import torch\nprint('hello')\n", "made an update: there is nothing to compare"),
+        ("import torch\nprint('hello')\n", "nothing to compare (it printed last: hello)"),
         ("import torch\n\nraise ValueError('too small')\n", "ValueError: too small, at train.py:3"),
         (ONE_PROCESS, "it trains in one process, and joins no group"),
+        (ONE_FAILS, "ValueError: too small, at train.py:6"),
+        ("import torch\ntorch.cuda.CUDAGraph()\n", "GPUs are played by the CPU, and this is not"),
     ],
 )
 def test_a_script_that_cannot_be_checked_costs_one_line(text, words, check, tmp_path):
@@ -172,6 +186,7 @@ def test_a_script_that_cannot_be_checked_costs_one_line(text, words, check, tmp_
     path.write_text(text)
     report = check(path)
     assert report["exit_code"] == 2 and words in report["stderr"]
+    assert report["findings"] == []
     assert len(report["stderr"].splitlines()) == 1
 
 

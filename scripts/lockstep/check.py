@@ -26,7 +26,7 @@ from lockstep.watch import facts, read, report
 
 FOR_GPUS = re.compile(r"\bnccl\b|\bcuda\b|\baccelerator\b", re.IGNORECASE)
 STARTS_RANKS = re.compile(r"\bspawn\(|\bstart_processes\(|\bProcess\(")
-LOCAL_RANK = re.compile(r"""["']--local[-_]rank["']""")
+LOCAL_RANK = re.compile(r"""["'](--local[-_]rank)["']""")
 
 
 def read_flags(arguments):
@@ -98,6 +98,8 @@ class Job:
     def __init__(self, args, folder):
         self.args, self.folder = args, folder
         self.how, self.launcher = self.how_it_starts()
+        flags = set(LOCAL_RANK.findall(args.source)) if self.launcher == "launch" else ()
+        self.renamed = flags and "--local-rank" not in flags  # PyTorch 2 names the flag like this
         self.on_cpu = not args.gpus and bool(FOR_GPUS.search(args.source))
         self.hung, self.interrupted, self.began = False, False, time.monotonic()
         self.output, self.code = "", None
@@ -130,6 +132,11 @@ class Job:
         found["LOCKSTEP_WATCH_DEVICES"] = "cpu" if self.on_cpu else "as they are"
         found.setdefault("OMP_NUM_THREADS", "1")
         found.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+        if self.renamed:
+            found["LOCKSTEP_WATCH_LOCAL_RANK"] = "--local_rank"
+        if self.how == lessons.ITSELF:  # a script that starts ranks may take these from outside
+            place = ("MASTER_ADDR", "MASTER_PORT")
+            found |= {name: os.environ[name] for name in place if name in os.environ}
         if self.on_cpu:
             found["CUDA_VISIBLE_DEVICES"] = ""
         return found | ({"LOCKSTEP_VERBOSE": "1"} if self.args.verbose else {})

@@ -41,6 +41,15 @@ TWICE = (
     "            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)\n"
     "        return x\n\n\n"
 )
+SYNCED = {  # a script for GPUs, which the CPU plays
+    "nn.ReLU(), nn.Dropout(0.1)": "nn.SyncBatchNorm(16)",
+    "nn.Linear(16, 3))": "nn.Linear(16, 3)).cuda()",
+    "    model.eval()\n": "",
+}
+TENSOR_PARALLEL = (
+    "torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module"
+)
+FSDP = "for layer in (model[0], model[2], model):\n    fully_shard(layer, mesh=mesh)\n"
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
 FAULTS = {
@@ -459,6 +468,13 @@ FAULTS = {
         NOT_MEANT,
         "optimizer.step",
     ),
+    "eval() forgotten, with SyncBatchNorm": (
+        D,
+        SYNCED,
+        "tests in train mode",
+        NOT_MEANT,
+        "model(rows)",
+    ),
     "eval() forgotten": (
         D,
         {"    model.eval()\n": ""},
@@ -486,6 +502,13 @@ FAULTS = {
         "DataLoader(data, 8, sampler=D",
     ),
     "counts stay at home": (D, {REDUCE: ""}, "counts stay at home", NOT_MEANT, "DataLoader(mine"),
+    "counts stay at home, and SyncBatchNorm sends": (
+        D,
+        SYNCED | {REDUCE: ""},
+        "counts stay at home",
+        NOT_MEANT,
+        "DataLoader(mine",
+    ),
     "both ranks save": (
         D,
         {"    if rank == 0:\n        torch.save": "    if True:\n        torch.save"},
@@ -636,6 +659,7 @@ FAULTS = {
 }
 
 # Right ways to train, each an edit of a clean script: nothing may be called wrong.
+# A third element is a kind that must not be named at all.
 CLEAN = {
     "as they are: DDP": (D, {}),
     "as they are: by hand": (H, {}),
@@ -754,6 +778,88 @@ CLEAN = {
             "        score =": "        joined.__exit__(None, None, None)\n        score =",
         },
     ),
+    "noise from a generator of its own": (
+        N,
+        {
+            "torch.manual_seed(rank)": "own = torch.Generator()\nown.seed()",
+            "0.1 * torch.randn(5)": "0.1 * torch.randn(5, generator=own)",
+            ", num_workers=2": "",
+        },
+        "other data",
+    ),
+    "a teacher that nobody trains, other on each rank": (
+        D,
+        {
+            "    schedule = ": "    teacher = nn.Linear(6, 3)\n    schedule = ",
+            "loss.backward()": "loss.backward(), teacher(inputs)",
+        },
+        "replicas differ",
+    ),
+    "an update that fails, before the training": (
+        D,
+        {
+            "    schedule = ": (
+                "    spare = torch.ones(1, requires_grad=True)\n"
+                "    spare.sum().backward()\n"
+                "    with contextlib.suppress(AssertionError):\n"
+                "        torch.optim.AdamW([spare], capturable=True).step()\n    schedule = "
+            )
+        },
+    ),
+    "the address of another machine": (
+        D,
+        {
+            "    dist.init_process_group(": (
+                '    os.environ["MASTER_ADDR"] = "192.0.2.1"\n    dist.init_process_group('
+            )
+        },
+    ),
+    "a mesh makes the group": (
+        F,
+        {
+            'dist.init_process_group("gloo")': 'mesh = dist.init_device_mesh("cpu", (2,))',
+            'mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))': "pass",
+        },
+        "no group",
+    ),
+    "parts of each layer": (
+        F,
+        {
+            "torch.distributed.fsdp import fully_shard": TENSOR_PARALLEL,
+            FSDP: 'plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}\n'
+            "parallelize_module(model, mesh, plan)\n",
+            SAMPLER: "DataLoader(data, 8)",
+        },
+        "same rows",
+    ),
+    "GPUs: parts of each layer, in shards": (
+        F,
+        {
+            "torch.distributed.fsdp import fully_shard": TENSOR_PARALLEL
+            + "\nfrom torch.distributed.fsdp import fully_shard",
+            'mesh("cpu", (dist.get_world_size(),))': (
+                'mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("rows", "parts"))'
+            ),
+            "nn.ReLU()": "Heads()",
+            "model = ": "class Heads(nn.Module):\n    def forward(self, x):\n"
+            "        q = x.view(-1, 4, 1, 2)\n"
+            "        q = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)\n"
+            "        return q.reshape(-1, 8)\n\n\nmodel = ",
+            FSDP: 'plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}\n'
+            'parallelize_module(model, mesh["parts"], plan)\n'
+            'fully_shard(model, mesh=mesh["rows"])\n',
+            SAMPLER: "DataLoader(data, 8)",
+        },
+        "same rows",
+    ),
+    "GPUs: FullyShardedDataParallel": (
+        F,
+        {
+            "import fully_shard": "import FullyShardedDataParallel",
+            FSDP: "model = FullyShardedDataParallel(model.cuda())\n",
+        },
+        "no exchange|replicas.*",
+    ),
     "an average of the weights": (
         D,
         {
@@ -766,6 +872,15 @@ CLEAN = {
     "each rank evaluates all rows": (
         D,
         {"Subset(data, range(rank, len(data), world_size))": "data", REDUCE: ""},
+    ),
+    "each rank evaluates all rows, in another order": (
+        D,
+        {
+            "Subset(data, range(rank, len(data), world_size))": "data",
+            "DataLoader(mine, 8)": "DataLoader(mine, 8, shuffle=True)",
+            REDUCE: "",
+        },
+        "rows tested twice|counts stay at home",
     ),
     "rank 0 alone evaluates": (
         D,

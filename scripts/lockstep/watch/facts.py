@@ -55,6 +55,8 @@ def note(what, **facts):
         _file["descriptor"] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         main = multiprocessing.current_process().name == "MainProcess"
         parent = process["rank"]
+        if parent is None:  # it may be a process that was not forked, but started anew
+            parent = json.loads(os.environ.get("LOCKSTEP_WATCH_PARENT", "null"))
         note("start", RANK=os.environ.get("RANK"), child_of=parent, main=main)
     line = json.dumps({"what": what, "at": time.time(), **facts}) + "\n"
     os.write(_file["descriptor"], line.encode())

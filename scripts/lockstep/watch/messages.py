@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 
@@ -29,18 +30,26 @@ def watch():
     for name in ("init_process_group", "destroy_process_group", *COLLECTIVES, *BETWEEN_TWO):
         hook = {"init_process_group": join, "destroy_process_group": leave}.get(name, call)
         around(c10d, name, hook)
-        setattr(torch.distributed, name, getattr(c10d, name))
+        for module in (torch.distributed, torch.distributed.device_mesh):  # names of the same
+            if hasattr(module, name):
+                setattr(module, name, getattr(c10d, name))
 
 
 def join(init, instance, args, kwargs):
-    """The rank joins its group."""
+    """The rank joins its group, which meets on this machine, whatever address the script has."""
     import torch.distributed as dist
 
     from lockstep.watch import end
 
-    facts.note("joining", where=facts.where())
+    facts.note("joining", as_rank=kwargs.get("rank"), where=facts.where())
+    if "LOCKSTEP_WATCH_DEVICES" in os.environ:  # a check: all ranks are on this machine
+        if "MASTER_ADDR" in os.environ:
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+        args = [args[0], here(args[1]), *args[2:]] if len(args) > 1 else args
+        kwargs = {name: here(value) for name, value in kwargs.items()}
     result = init(*args, **kwargs)
     facts.process["rank"] = dist.get_rank()
+    os.environ["LOCKSTEP_WATCH_PARENT"] = str(dist.get_rank())  # for processes that it will start
     end.watch_this_rank()
     place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
     place["environment"] = {name: os.environ.get(name) for name in OF_A_LAUNCHER}
@@ -49,6 +58,15 @@ def join(init, instance, args, kwargs):
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     faulthandler.enable(stack)  # if C++ ends this process
     return result
+
+
+def here(address):
+    """Return a "tcp://host:port" with the address of this machine, and anything else as it is."""
+    return (
+        re.sub("^tcp://[^/]*:", "tcp://127.0.0.1:", address)
+        if isinstance(address, str)
+        else address
+    )
 
 
 def leave(destroy, instance, args, kwargs):
@@ -67,6 +85,8 @@ def call(function, instance, args, kwargs):
     import torch
     import torch.distributed as dist
 
+    from lockstep.watch import models
+
     name = getattr(function, "__name__", "?")
     given = [*args, *kwargs.values()]
     first = next((one for one in given if isinstance(one, torch.Tensor)), None)
@@ -78,8 +98,9 @@ def call(function, instance, args, kwargs):
     if not facts.room("calls", (str(members), own, name in BETWEEN_TWO)):
         return function(*args, **kwargs)
     way = list(facts.way())
-    where = way[0] if way else None
-    facts.note("call", name=name, shape=shape, members=members, own=own, where=where, way=way)
+    about = {"own": own, "in_model": models.is_called()}
+    about |= {"where": way[0] if way else None, "way": way}
+    facts.note("call", name=name, shape=shape, members=members, **about)
     _inside.append(name)
     try:
         return function(*args, **kwargs)

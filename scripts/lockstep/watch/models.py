@@ -62,10 +62,13 @@ def know(module):
         number = len(_models)
         _models[id(module)] = [number, module, drops]
         about = {"norms": sum(m.track_running_stats for m in norms), "dropout": drops}
+        about["synced"] = sum(isinstance(m, SyncBatchNorm) for m in parts)
         about["names"] = [name for name, _ in module.named_parameters()]
         about["sums"] = [facts.checksum(p) for p in module.parameters()]
         about["sharded"] = any(hasattr(p, "to_local") for p in module.parameters())
         about |= {"size": sum(sizes), "most": facts.process["most"]}
+        about["shares_rows"] = ranks_of_fsdp(parts)
+        about["sharded"] |= about["shares_rows"] is not None
         facts.note("model", number_of=number, type=type(module).__name__, **about)
     return _models[id(module)][0]
 
@@ -98,6 +101,26 @@ def call(function, module, args, kwargs):
         return function(*args, **kwargs)
     finally:
         _inside.pop()
+
+
+def ranks_of_fsdp(parts):
+    """Return among how many ranks FSDP shares out rows; None if none of the modules is in FSDP.
+
+    Ranks that hold parts of the same layer (tensor parallel) get the same rows.
+    """
+    for part in parts:
+        if type(part).__name__ == "FullyShardedDataParallel":
+            return part.process_group.size()
+        if hasattr(part, "_get_fsdp_state"):
+            group = part._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                return group.mesh_info.mesh.size()
+    return None
+
+
+def is_called():
+    """Return whether a model computes its output right now."""
+    return bool(_inside)
 
 
 def look_for_others(ddp):
@@ -143,9 +166,11 @@ def note_states():
         buffers = {name: facts.checksum(b) for name, b in module.named_buffers()}
         named = list(module.named_parameters())
         unowned = [name for name, p in named if p.requires_grad and id(p) not in owned]
+        trained = any(id(p) in owned for _, p in named)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         sums = [facts.checksum(p) for name, p in named if name not in ignored]
-        about = {"number_of": number, "training": module.training, "values": None}
+        about = {"buffers": buffers, "unowned": unowned, "trained": trained, "sums": sums}
+        about |= {"training": module.training, "values": None}
         if facts.settings["values"]:
             about["values"] = facts.keep(updates.numbers("after", module.parameters()), "end")
-        facts.note("state", buffers=buffers, unowned=unowned, sums=sums, **about)
+        facts.note("state", number_of=number, **about)

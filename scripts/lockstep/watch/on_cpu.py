@@ -6,7 +6,11 @@ empty, autocast computes in float32, torch.compile is left out.
 
 import contextlib
 import os
+import threading
 import types
+from collections import defaultdict
+
+import wrapt
 
 from lockstep.watch.hooks import around
 
@@ -42,14 +46,17 @@ def set_device(device):
     NOW["device"] = index
 
 
-class Nothing:
-    """Stands in for streams, events and devices."""
+class Nothing(float):
+    """Stands in for streams, events and devices, and for what they return: the number 0."""
 
-    def __init__(self, *args, **kwargs):
-        pass
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(cls)
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: 0
+        return Nothing
+
+    def __call__(self, *args, **kwargs):
+        return self
 
     def __enter__(self):
         return self
@@ -68,32 +75,53 @@ def play_cuda():
     played |= {"get_device_name": properties.name, "get_device_properties": properties}
     played |= {"get_device_capability": (8, 0), "is_bf16_supported": True}
     played |= {"mem_get_info": (2**33, 2**33), "get_arch_list": ["sm_80"]}
-    for name in ["manual_seed", "manual_seed_all", "synchronize", "empty_cache", "ipc_collect"]:
-        played[name] = None
-    for name in ["memory_allocated", "memory_reserved"]:
-        played |= {name: 0, f"max_{name}": 0}
-    for name in ["reset_peak_memory_stats", "reset_max_memory_allocated"]:
-        played[name] = None
+    played |= {"can_device_access_peer": True, "memory_summary": "memory of the CPU\n"}
+    played |= dict.fromkeys(NOT_DONE) | dict.fromkeys(ZERO, 0) | play_memory()
     for name, value in played.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    torch.cuda.memory._record_memory_history = torch.cuda.memory._dump_snapshot = Nothing
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.get_rng_state_all = lambda: [torch.get_rng_state()] * RANKS
+    torch.cuda.initial_seed = torch.initial_seed
+    torch.cuda.default_generators = (torch.default_generator,) * RANKS
+    torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch.cuda.set_device = set_device
     torch.cuda.current_device = lambda: NOW["device"]
     for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream"):
         setattr(torch.cuda, name, Nothing)
     for kind in ("Float", "Double", "Half", "Long", "Int", "Byte", "Bool"):
         setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, Nothing)
+
+
+# Functions of torch.cuda that do nothing here, and those that return 0.
+NOT_DONE = ["manual_seed", "manual_seed_all", "seed", "seed_all", "synchronize", "ipc_collect"]
+NOT_DONE += ["set_rng_state", "set_rng_state_all", "set_sync_debug_mode"]
+NOT_DONE += ["set_per_process_memory_fraction", "reset_max_memory_cached", "memory_snapshot"]
+ZERO = ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate"]
+ZERO += ["memory_cached", "max_memory_cached"]
+
+
+def play_memory():
+    """Return {function: what it returns} of the memory of torch.cuda and torch.accelerator."""
+    played = {"memory_stats": defaultdict(int)}
+    for name in ("memory_allocated", "memory_reserved"):
+        played |= {name: 0, f"max_{name}": 0}
+    done = ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
+    return played | dict.fromkeys((*done, "reset_max_memory_allocated"))
 
 
 def play_accelerator():
     """torch.accelerator is torch.cuda by another name."""
     import torch
 
-    played = {"is_available": True, "device_count": RANKS, "synchronize": None}
+    played = {"is_available": True, "device_count": RANKS, "synchronize": None} | play_memory()
     for name, value in played.items():
         setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
     torch.accelerator.set_device_index = torch.accelerator.set_device_idx = set_device
     torch.accelerator.current_device_index = lambda: NOW["device"]
+    torch.accelerator.device_index = Nothing
     torch.accelerator.current_stream = Nothing  # Adam asks it whether a graph is being captured
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
 
@@ -101,22 +129,44 @@ def play_accelerator():
 def play_tensors_and_modules():
     """Tensors, modules and loaders that are sent to a GPU stay where they are."""
     import torch
+    from torch.distributed import device_mesh
     from torch.overrides import TorchFunctionMode
+    from torch.utils import _device
 
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            kwargs = dict(kwargs or {})
             name = getattr(function, "__name__", "")
+            kwargs = dict(kwargs or {})
             if name in ("cuda", "pin_memory", "record_stream"):
                 return args[0]
             if name == "to":
                 args = (args[0], *map(here, args[1:]))
+            if name == "type" and args[1:] and isinstance(args[1], str):
+                args = (args[0], args[1].replace("torch.cuda.", "torch."))
             if name == "__get__" and getattr(function, "__self__", None) is torch.Tensor.is_cuda:
                 return True
             if kwargs.get("device") is not None:
                 kwargs["device"] = here(kwargs["device"])
             kwargs.pop("pin_memory", None)
+            if name == "scaled_dot_product_attention" and hasattr(args[0], "to_local"):
+                return attention_of_parts(function, args, kwargs)
             return function(*args, **kwargs)
+
+    def attention_of_parts(function, args, kwargs):
+        """On a CPU attention does not know DTensor: each rank computes that of its own heads."""
+        query = args[0]
+        parts = [part.to_local() if hasattr(part, "to_local") else part for part in args]
+        heads = function(*parts, **kwargs)
+        return type(query).from_local(heads, query.device_mesh, query.placements, run_check=False)
+
+    def in_here_too(function, instance, args, kwargs):
+        with OnCpu():
+            return function(*args, **kwargs)
+
+    def with_type(init, mesh, args, kwargs):
+        kwargs = dict(zip(("device_type", "mesh"), args, strict=False)) | kwargs
+        kwargs["device_type"] = here(kwargs["device_type"])
+        return init(**kwargs | {"device_type": str(kwargs["device_type"])})
 
     def moved(function, instance, args, kwargs):
         return function(*map(here, args), **{name: here(value) for name, value in kwargs.items()})
@@ -130,10 +180,24 @@ def play_tensors_and_modules():
         kwargs["map_location"] = "cpu"
         return function(*args[:1], **kwargs)
 
+    def without_parts(init, parallel, args, kwargs):
+        init(*args, **kwargs)
+        parallel.device_ids = []  # it calls the module as it is
+
+    class Generator(torch.Generator):
+        def __new__(cls, device="cpu"):
+            return super().__new__(cls, here(device))
+
+    torch.Generator = Generator
+    around(_device.DeviceContext, "__init__", moved)
+    around(torch.nn.DataParallel, "__init__", without_parts)
     around(torch.nn.Module, "to", moved)
     around(torch.nn.Module, "cuda", lambda function, module, args, kwargs: module)
     around(torch.utils.data.DataLoader, "__init__", without_pinning)
     around(torch, "load", loaded)
+    around(threading.Thread, "_bootstrap_inner", in_here_too)
+    around(torch.autograd, "_engine_run_backward", in_here_too)  # it may call Python code
+    around(device_mesh.DeviceMesh, "__init__", with_type)
     OnCpu().__enter__()
 
 
@@ -161,32 +225,49 @@ def play_group():
         kwargs.pop("backend", None)
         return init("gloo", *args[1:], **kwargs)
 
+    def group_over_gloo(make, instance, args, kwargs):
+        for name in ("backend", "device_id", "pg_options"):
+            kwargs.pop(name, None)
+        return make(*args[:2], **kwargs)
+
     def on_the_cpu(init, ddp, args, kwargs):
         for name in ("device_ids", "output_device"):
             kwargs.pop(name, None)
         return init(*args[:1], **kwargs)
 
     def averaged(function, instance, args, kwargs):
-        average = c10d.ReduceOp.AVG
         given = [*args, *kwargs.values()]
-        if any(isinstance(one, c10d.ReduceOp.RedOpType) and one == average for one in given):
+        if any(map(is_average, given)):
             tensor = args[0] if args else kwargs["tensor"]
-            tensor.div_(c10d.get_world_size(kwargs.get("group")))
-            args = [summed(one) for one in args]
-            kwargs = {name: summed(one) for name, one in kwargs.items()}
+            group = next((one for one in given if isinstance(one, c10d.ProcessGroup)), None)
+            tensor.div_(c10d.get_world_size(group))
+            args = [c10d.ReduceOp.SUM if is_average(one) else one for one in args]
+            if "op" in kwargs:
+                kwargs["op"] = c10d.ReduceOp.SUM
         return function(*args, **kwargs)
 
-    def summed(op):
-        return c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op
+    def is_average(one):
+        return isinstance(one, c10d.ReduceOp.RedOpType) and one == c10d.ReduceOp.AVG
 
     def of_all(function, instance, args, kwargs):
         kwargs.pop("device_ids", None)
         return function(*args, **kwargs)
 
-    hooks = {"init_process_group": over_gloo, "all_reduce": averaged, "reduce": averaged}
-    for name, hook in (hooks | {"barrier": of_all}).items():
+    def sharded_on_the_cpu(module):
+        def with_device(init, sharded, args, kwargs):
+            return init(*args, **kwargs | {"device_id": torch.device("cpu")})
+
+        around(module.FullyShardedDataParallel, "__init__", with_device)
+
+    fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    wrapt.register_post_import_hook(sharded_on_the_cpu, fsdp)
+    hooks = {"init_process_group": over_gloo, "new_group": group_over_gloo}
+    hooks |= {"all_reduce": averaged, "reduce": averaged, "barrier": of_all}
+    for name, hook in hooks.items():
         around(c10d, name, hook)
-        setattr(torch.distributed, name, getattr(c10d, name))
+        for module in (torch.distributed, torch.distributed.device_mesh):
+            if hasattr(module, name):
+                setattr(module, name, getattr(c10d, name))
     for module in (c10d, torch.distributed):
         module.is_nccl_available = lambda: True
     ddp = torch.nn.parallel.DistributedDataParallel

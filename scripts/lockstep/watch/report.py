@@ -14,6 +14,8 @@ def tell(args, job, ranks):
     if args.show:
         print(job.output, end="")
     problem = what_stopped_it(job, ranks)
+    if problem and job.on_cpu and re.search("cuda", problem, re.IGNORECASE):
+        problem += " (GPUs are played by the CPU, and this is not)"
     if problem:
         print(f"check: {args.script} could not be run to the end: {problem}", file=sys.stderr)
     report = findings.Report(stopped=bool(problem))
@@ -24,8 +26,9 @@ def tell(args, job, ranks):
             hang.judge(one, report)
     wrong = any(one.strength == findings.WRONG for one in report.findings)
     if not problem and not job.hung:
-        problem = nothing_to_compare(args, ranks, wrong)
+        problem = nothing_to_compare(args, job, ranks, wrong)
         if problem:
+            report.findings.clear()
             print(f"check: {args.script}: {problem}", file=sys.stderr)
     code = 2 if problem else 1 if wrong else 0
     tell_as = as_json if args.json else as_text
@@ -60,10 +63,12 @@ def what_stopped_it(job, jobs):
     return said
 
 
-def nothing_to_compare(args, jobs, wrong):
+def nothing_to_compare(args, job, jobs, wrong):
     """Return why there is nothing to compare, or None."""
     if not any(rank.updates for job in jobs for rank in job.values()) and not wrong:
-        return "no optimizer of torch.optim has made an update: there is nothing to compare"
+        words = [line for line in job.output.splitlines() if line.strip() and "note:" not in line]
+        last = f" (it printed last: {words[-1].strip()[:200]})" if words else ""
+        return f"no optimizer of torch.optim has made an update: there is nothing to compare{last}"
     joined = any(rank.group for job in jobs for rank in job.values())
     if joined or "distributed" in args.source or "accelerate" in args.source:
         return None
@@ -99,6 +104,8 @@ def as_text(args, job, jobs, report, code):
     )
     if job.on_cpu:
         print("GPUs were played by the CPU, nccl by gloo, mixed precision by float32")
+    if job.renamed:
+        print("the launcher of PyTorch 2 says --local-rank; it was handed over as --local_rank")
     for strength in findings.STRENGTHS:
         for one in report.findings:
             if one.strength == strength:

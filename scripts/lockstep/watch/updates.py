@@ -14,7 +14,7 @@ _own = {}  # id of a parameter: what backward() has handed it on this rank since
 _backwards = []  # since the last update: [line, whether no_sync() was on]
 _clipped = []  # since the last update: lines
 _unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
-_inside = []  # optimizers that make an update now: one may be made of another
+_inside = []  # frames that make an update now: an optimizer may be made of another
 
 
 def watch():
@@ -145,12 +145,22 @@ def settings(optimizer):
     return [{k: v for k, v in group.items() if isinstance(v, simple)} for group in groups]
 
 
+def is_running(frame):
+    """Return whether a frame is on the stack."""
+    here = sys._getframe(1)
+    while here and here is not frame:
+        here = here.f_back
+    return here is frame
+
+
 def before(optimizer, args, kwargs):
     """An update begins."""
     import torch
 
     known = _optimizers[id(optimizer)]
-    _inside.append(optimizer)
+    step = sys._getframe(1)
+    _inside[:] = [frame for frame in _inside if is_running(frame)]  # one may have failed
+    _inside.append(step)
     if len(_inside) > 1:
         return
     if not known["told"]:

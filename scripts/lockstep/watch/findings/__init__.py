@@ -22,7 +22,10 @@ class Finding(NamedTuple):
     place: str | None
 
 
-SAMPLER = "give the loader sampler=DistributedSampler(data), in place of shuffle=True"
+SAMPLER = (
+    "give the loader sampler=DistributedSampler(data), in place of shuffle=True; without a loader,"
+    " let each rank take another part, or draw with another seed"
+)
 NO_GRADIENT = (
     "is the loss the same whatever the model says? Or was the optimizer made before its"
     " parameters were replaced?"
@@ -149,6 +152,12 @@ def replicas(ranks):
     if any(rank.names(u) != ranks[0].names(first[0]) for rank, u in zip(ranks, first, strict=True)):
         return False
     return any(all(u[what] == first[0][what] for u in first) for what in ("before", "grads"))
+
+
+def share_rows(ranks):
+    """Return whether the ranks should have rows of their own: one model, or FSDP over all ranks."""
+    models = [model for rank in ranks for model in rank.models.values()]
+    return replicas(ranks) or any(model["shares_rows"] == len(ranks) for model in models)
 
 
 def sharded(ranks):

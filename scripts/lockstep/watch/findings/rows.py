@@ -3,7 +3,9 @@
 from collections import Counter
 from itertools import chain
 
-from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, replicas, sharded
+from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, sharded, share_rows
+
+PARTS = "rows: the same on all ranks, as it should be where they hold parts of the same layers"
 
 
 def flat(batches):
@@ -63,7 +65,7 @@ class Epoch:
         if self.same in ("other", "perhaps other"):
             strength = WRONG if self.same == "other" else NOT_MEANT
             text = f"{self.first['sampler']} deals from one order, but a number means another row"
-            why = "" if strength == WRONG else " (or labels are drawn when a row is read)"
+            why = "" if strength == WRONG else " (or rows are drawn anew when they are read)"
             report.found("other data", strength, f"{text} on each rank{why}", self.place)
         if len(self.ranks) > 1:
             self.judge_shares(report)
@@ -76,14 +78,15 @@ class Epoch:
 
     def judge_shares(self, report):
         """Compare the rows of the ranks."""
-        one_model = replicas(self.ranks)
-        strength = WRONG if one_model or sharded(self.ranks) else NOT_MEANT
+        strength = WRONG if share_rows(self.ranks) else NOT_MEANT
         other = "" if strength == WRONG else " (right, if they share each layer's work)"
         count, rows = len(self.dealt[0]), self.first["rows"]
         again = len(self.all) - len(set(self.all))
         padding = -(rows or 0) % len(self.ranks) if self.first["replicas"] else 0
         inside = max(len(one) - len(set(one)) for one in self.dealt)
         if count and all(one == self.dealt[0] for one in self.dealt):
+            if strength == NOT_MEANT and sharded(self.ranks):
+                return report.look(PARTS)
             text = f"all ranks trained on the same {count:,} rows in epoch {self.number}{other}"
             report.found("same rows", strength, text, self.place)
         elif self.drawn or again <= padding:
@@ -99,6 +102,7 @@ class Epoch:
             why = "" if known else ", or the sampler repeats rows on purpose"
             text += f": do the ranks deal from one order?{why}"
             report.found("rows twice", WRONG if known else NOT_MEANT, text, self.place)
+        return None
 
     def everything_on_each(self, rows):
         """Return whether each rank has, or was about to have, all rows."""
@@ -148,29 +152,34 @@ def same_data(ranks, loader):
     seen = [rank.seen.get(loader, {}) for rank in ranks]
     rows = [row for row in seen[0] if all(row in other for other in seen)]
     drawn = any(rank.drawn for rank in ranks)
-    verdicts = [compare(rows, seen, part) for part in ((1,) if drawn else (0, 1))]
+    twice = [(one, given_twice(rank, loader)) for rank, one in zip(ranks, seen, strict=True)]
+    verdicts = []
+    for part in (1,) if drawn else (0, 1):
+        views = [one[row][part] for one, again in twice for row in again if row in one]
+        if all(len(view) == 1 for view in views):  # else it is drawn anew when a row is read
+            verdicts.append(compare(rows, seen, part))
     if "other" in verdicts:
-        return "other" if any(again(rank, loader) for rank in ranks) else "perhaps other"
+        return "other" if sum(len(again) for _, again in twice) >= 8 else "perhaps other"
     return "same" if "same" in verdicts else "unknown"
 
 
 def compare(rows, seen, part):
     """Return whether a part of the rows (0: contents, 1: labels) is the same on all ranks."""
     values = [[one[row][part] for one in seen] for row in rows]
-    stable = [of for of in values if all(len(one) == 1 for one in of)]
-    kinds = {next(iter(one)) for of in stable for one in of}
-    if len(stable) < 4 or len(stable) < 0.9 * len(values) or len(kinds) < 2:
+    kinds = {mark for of in values for one in of for mark in one}
+    if len(values) < 4 or len(kinds) < 2:
         return "unknown"
-    differ = [of[0] != other for of in stable for other in of[1:]]
+    differ = [of[0] != other for of in values for other in of[1:]]
     if sum(differ) > 0.4 * len(differ):
         return "other"
     return "unknown" if any(differ) else "same"
 
 
-def again(rank, loader):
-    """Return whether a rank has been given a row twice, so that a changing label would be seen."""
-    rows = flat(flat(e["batches"] for e in rank.epochs if e["loader"] == loader and e["trains"]))
-    return len(rows) > len(set(rows))
+def given_twice(rank, loader):
+    """Return the rows that a rank has been given twice, so that it would be seen if they change."""
+    epochs = [e for e in rank.epochs if e["loader"] == loader and None not in e["batches"]]
+    times = Counter(flat(flat(e["batches"] for e in epochs)))
+    return [row for row, count in times.items() if count > 1]
 
 
 def contents(job, report):
@@ -193,12 +202,15 @@ def contents(job, report):
     place = streams[0]["where"] if streams else calls[0][0]["where"]
     sets = [set(flat(rows or [] for rows in one)) for one in shown]
     both, fewest = set.intersection(*sets), min(map(len, sets))
-    strength = WRONG if (replicas(ranks) or sharded(ranks)) and fewest > 1 else NOT_MEANT
+    strength = WRONG if share_rows(ranks) and fewest > 1 else NOT_MEANT
+    other = "" if strength == WRONG else " (right, if they share each layer's work)"
     if all(part == one[0] for one in steps for part in one):
-        text = f"all ranks trained on the same {len(both):,} rows in all {len(steps)} forwards"
+        if strength == NOT_MEANT and sharded(ranks):
+            return report.look(PARTS)
+        text = f"all ranks trained on the same {len(both):,} rows in {len(steps)} forwards{other}"
         report.found("same rows", strength, text, place)
     elif fewest >= 4 and len(both) > 0.9 * fewest:
-        text = f"all ranks trained on the same {len(both):,} rows, in another order"
+        text = f"all ranks trained on the same {len(both):,} rows, in another order{other}"
         report.found("all rows on each rank", strength, text, place)
     for epoch in streams:
         judge_workers(ranks[0], epoch, report)
@@ -228,7 +240,7 @@ def evaluation(job, report):
         return report.not_seen("rows of the evaluation: an IterableDataset has no numbers")
     dealt, first = [flat(one["batches"]) for one in of_ranks], of_ranks[0]
     report.look(f"the evaluation: {[len(one) for one in dealt]} rows by rank")
-    if all(one == dealt[0] for one in dealt):
+    if all(set(one) == set(dealt[0]) for one in dealt):
         return None  # each rank evaluates all rows
     if same_data(ranks, first["loader"]) in ("other", "perhaps other") and not first["replicas"]:
         return None  # each rank has rows of its own
@@ -253,8 +265,11 @@ def tests(rank, epoch):
 
 
 def sends_nothing_after(rank, epoch):
-    """Return whether a rank sent no tensor or object from this epoch to the next that trains."""
+    """Return whether a rank sent nothing from this epoch to the next that trains.
+
+    What a model sends while it is called (SyncBatchNorm, for example) is no count.
+    """
     later = [e["number"] for e in rank.epochs if e["trains"] and e["number"] > epoch["number"]]
     end = min(later, default=float("inf"))
     calls = [c for c in rank.calls if epoch["number"] < c["number"] < end]
-    return not any(c["shape"] or "object" in c["name"] for c in calls)
+    return not any((c["shape"] or "object" in c["name"]) and not c["in_model"] for c in calls)

@@ -197,7 +197,8 @@ def judge_settings(ranks, report):
             text = f"at update {number} {key} is {values} on the ranks"
             report.found("settings differ", WRONG, text, made, others)
             return
-    report.look("settings of the optimizers: the same on all ranks")
+    if any(rank.updates for rank in ranks):
+        report.look("settings of the optimizers: the same on all ranks")
 
 
 def judge_replicas(one, number, ranks, report):
@@ -227,7 +228,7 @@ def judge_end(ranks, report):
         return
     for number, state in ranks[0].states.items():
         sums = [rank.states.get(number, state)["sums"] for rank in ranks]
-        if any(one != sums[0] for one in sums):
+        if state["trained"] and any(one != sums[0] for one in sums):
             text = "parameters differ at the end"
             seen = f"update {len(ranks[0].updates)}, the last one that was looked at"
             last = seen if "updates" in ranks[0].left_out else "the last update"
@@ -323,7 +324,9 @@ def stays(updates, n):
 def modes(job, report):
     """train() and eval(), where a layer behaves differently."""
     rank = next(iter(job.values()))
-    touchy = {number for number, m in rank.models.items() if m["norms"] or m["dropout"]}
+    touchy = {
+        number for number, m in rank.models.items() if m["norms"] or m["synced"] or m["dropout"]
+    }
     if not touchy:
         return
     trained = False

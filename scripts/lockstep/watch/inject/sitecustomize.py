@@ -7,6 +7,7 @@ happens in a process before it imports torch.
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -19,6 +20,12 @@ def run_the_other_sitecustomize():
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def rename_the_flag_of_the_launcher():
+    """An older script knows --local_rank only, and the launcher of PyTorch 2 says --local-rank."""
+    name = os.environ.get("LOCKSTEP_WATCH_LOCAL_RANK", "--local-rank")
+    sys.argv[:] = [re.sub("^--local-rank(?==)", name, flag) for flag in sys.argv]
 
 
 def watch_after_torch():
@@ -38,4 +45,5 @@ def watch_after_torch():
 
 run_the_other_sitecustomize()
 if "LOCKSTEP_WATCH" in os.environ and not LAUNCHERS & set(sys.orig_argv):
+    rename_the_flag_of_the_launcher()
     watch_after_torch()
