@@ -185,7 +185,9 @@ def projection(tensor):
 
 def norm(tensor):
     """Return the length of the tensor as a vector."""
-    return flat(tensor).norm().item()
+    import torch
+
+    return torch.linalg.vector_norm(flat(tensor)).item()
 
 
 def row_checksums(tensor, most=4096):

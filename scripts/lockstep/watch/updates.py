@@ -99,8 +99,9 @@ def on_gradient(p, gradient):
         elif own["fresh"]:
             own["carried"] = bool(facts.flat(p.grad).any())
         own["fresh"] = False
-        own["sum"] += facts.projection(gradient)
-        own["norm"] += facts.norm(gradient)
+        vector = facts.flat(gradient)
+        own["sum"] += facts.projection(vector)
+        own["norm"] += facts.norm(vector)
 
 
 # --- Optimizers ---
@@ -153,6 +154,15 @@ def is_running(frame):
     return here is frame
 
 
+def look_at(gradient):
+    """Return (checksum, projection, whether it is not all zero) of a gradient that there may be."""
+    if gradient is None:
+        return None, None, False
+    vector = facts.flat(gradient)
+    projection = facts.projection(vector)
+    return facts.checksum(vector), projection, projection != 0 or bool(vector.any())
+
+
 def before(optimizer, args, kwargs):
     """An update begins."""
     import torch
@@ -169,13 +179,13 @@ def before(optimizer, args, kwargs):
     if not facts.room("updates", count=len(found) + 4):
         return
     with torch.no_grad():
-        grads = [p.grad for p in found]
+        looks = [look_at(p.grad) for p in found]
         own = [_own.get(id(p), nothing_yet()) for p in found]
         known["now"] = {
-            "grads": [facts.checksum(g) for g in grads],
-            "means": [None if g is None else facts.projection(g) for g in grads],
+            "grads": [checksum for checksum, _, _ in looks],
+            "means": [projection for _, projection, _ in looks],
+            "some": [some for _, _, some in looks],
             "unclipped": [_unclipped.get(id(p)) for p in found],
-            "norms": [None if g is None else facts.norm(g) for g in grads],
             "own": [one["sum"] for one in own],
             "own_norms": [one["norm"] for one in own],
             "carried": any(one["carried"] for one in own),
@@ -187,7 +197,8 @@ def before(optimizer, args, kwargs):
         }
         known["values"] = None
         if is_kept(known["made"]):
-            known["values"] = numbers("before", found) | numbers("gradients", grads)
+            known["values"] = numbers("before", found)
+            known["values"] |= numbers("gradients", [p.grad for p in found])
 
 
 def is_kept(made):

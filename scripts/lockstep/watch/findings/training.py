@@ -309,7 +309,7 @@ def judge_optimizer(optimizer, steps, others, report):
 
 def has_gradient(update, n):
     """Return whether parameter n had a gradient that is not zero."""
-    return n < len(update["norms"]) and bool(update["norms"][n])
+    return n < len(update["some"]) and update["some"][n]
 
 
 def stays(updates, n):
