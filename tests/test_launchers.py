@@ -593,19 +593,24 @@ def test_under_torchrun_who_loses_a_neighbour_over_gloo_waits_for_the_cause(plac
 
 # --- Ranks that a script starts itself ---
 
-# As in many a tutorial: without a word of ours, its ranks would wait for ever, because torchrun has
+# A subclass of Process. As in many a tutorial: without a word of ours, its ranks would wait for ever, because torchrun has
 # told them that the store is there.
 AT_LOCALHOST = """
 import os
 import torch.distributed as dist
 from torch import multiprocessing as mp
 
-def work(rank):
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+class Rank(mp.get_context("spawn").Process):
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def run(self):
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+        dist.init_process_group("gloo", rank=self.rank, world_size=2)
 
 if __name__ == "__main__":
-    ranks = [mp.get_context("spawn").Process(target=work, args=(rank,)) for rank in range(2)]
+    ranks = [Rank(rank) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:

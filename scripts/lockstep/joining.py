@@ -32,9 +32,13 @@ def watch():
 
     @functools.wraps(start)
     def start_watched(process):
-        if process._target and not _place("joined").exists():
-            process._target = functools.partial(_be_started, process._target)
-        start(process)
+        if _place("joined").exists():
+            return start(process)
+        process.run = functools.partial(_be_started, process.run)  # also that of a subclass
+        try:
+            start(process)
+        finally:
+            del process.run
 
     BaseProcess.start = start_watched
     _watch_torch()
@@ -44,10 +48,10 @@ def _place(what):
     return Path(os.environ["LOCKSTEP_ENDS"], f"{os.environ['LOCKSTEP_RANK'].split()[0]}.{what}")
 
 
-def _be_started(target, *args, **options):
+def _be_started(run):
     """Be a process that a rank has started."""
     _watch_torch()
-    target(*args, **options)
+    run()
 
 
 def _watch_torch():
