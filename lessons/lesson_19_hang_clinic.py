@@ -733,7 +733,7 @@ EXPECTED = {  # in the order of TOOLS; measured with torch 2.13 over gloo, on 3 
     "dead_loader": "guilty nothing guilty guilty guilty guilty",
     "slow_rank": "nothing nothing victim victim victim victim",
 }
-FRAME = r'File "(.*)", line (\d+)'
+FRAME = r'File "(.*)", line (\d+), in (?!noted)'
 WAITED = re.compile("timed out|timeout|Connection (closed|reset) by peer|Broken pipe", re.I)
 
 
