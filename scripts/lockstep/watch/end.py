@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 
+from lockstep import ending
 from lockstep.watch import facts, models
 from lockstep.watch.hooks import around
 
@@ -46,7 +47,10 @@ def excepthook(function, instance, args, kwargs):
 
 
 def be_rank(function, instance, args, kwargs):
-    """A process of mp.spawn calls the script's function: see its error before it is sent."""
+    """A process of mp.spawn calls the script's function: see its error before it is sent.
+
+    It ends without C++'s last steps, because models are kept (see models.replicas).
+    """
     work, *others = args
 
     def watched(*its):
@@ -56,4 +60,11 @@ def be_rank(function, instance, args, kwargs):
             note_error(error)
             raise
 
-    return function(watched, *others, **kwargs)
+    code = 0
+    try:
+        function(watched, *others, **kwargs)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    if not isinstance(multiprocessing.current_process(), multiprocessing.context.SpawnProcess):
+        sys.exit(code)  # a fork ends so by itself
+    ending.leave_with(code)

@@ -1,13 +1,11 @@
 """The models: wrapped or not, what they are called with, in which mode, their buffers."""
 
-import weakref
-
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
 _models = {}  # id: [number, the module, whether it draws dropout masks]
 _wrapped = {}  # id of each module inside a DDP, and the module
-replicas = weakref.WeakSet()  # the DDP objects: one that outlived its group could abort the process
+replicas = []  # the DDP objects: one that dies after its group may wait for ever, so none dies
 _inside = []
 
 
@@ -31,7 +29,7 @@ def wrap(init, ddp, args, kwargs):
     for part in module.modules():
         _wrapped[id(part)] = part
     ddp.__dict__["_parameters_then"] = list(module.parameters())
-    replicas.add(ddp)
+    replicas.append(ddp)
     about = {"init_sync": kwargs.get("init_sync", True), "sends_buffers": ddp.broadcast_buffers}
     about["members"] = dist.get_process_group_ranks(ddp.process_group)
     number = know(module)
