@@ -1,7 +1,6 @@
 """Lesson 19: it hangs: which rank is it, and how do I find out?
 
-New: where does each rank stand, what has it called last, who does not come to a roll call? Six
-tools look at ten jobs that hang or fail; the proof judges what they print, by the truth.
+New: six tools look at ten jobs that hang or fail; the proof judges whom they name, by the truth.
 
 Run it:  bash scripts/lesson_19.sh --patient early_stop [--tool stacks] [--nproc 3]
 By hand: torchrun --standalone --nproc-per-node=3 lessons/lesson_19_hang_clinic.py --patient ...
@@ -20,7 +19,6 @@ import contextlib
 import faulthandler
 import inspect
 import json
-import math
 import os
 import pickle
 import re
@@ -30,11 +28,9 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter, deque
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +51,7 @@ LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|^<")
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
 UNLISTED = {"new_group", "new_subgroups", "monitored_barrier"}  # all make these, and none is noted
-NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()
+NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()  # of take_notes
 
 
 def leave_stacks(path, seconds=300):
@@ -140,15 +136,18 @@ def take_notes():
 def noting(name, call):
     """Return a process group's call that also notes whom it is for, or from."""
 
-    def noted(group, *args, **kwargs):
-        work = call(group, *args, **kwargs)
+    def noted(group, *given, **options):
+        work = call(group, *given, **options)
         with contextlib.suppress(Exception):  # no note is worth a job
-            peer = args[1] if name in PAIRS else args[-1].rootRank
+            peer = given[1] if name in PAIRS else given[-1].rootRank
             note = {"name": name, "peer": dist.get_global_rank(group, peer), "waits": False}
             note |= {"group": group.group_name, "time_created_ns": time.time_ns()}
             note["number"] = group._get_sequence_number_for_group()
-            code = [(frame.f_code, line) for frame, line in traceback.walk_stack(None)]
-            note["frames"] = [(own.co_filename, line, own.co_name) for own, line in code]
+            note["frames"], frame = [], sys._getframe()
+            while frame:
+                own = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+                note["frames"].append(own)
+                frame = frame.f_back
             NOTES.append(note)
             NOTE_OF[work] = note
         return work
@@ -159,10 +158,10 @@ def noting(name, call):
 def noting_waits(wait):
     """Return a Work's wait() that also notes that this rank waits, and stands in a Python frame."""
 
-    def noted(work, *args, **kwargs):
+    def noted(work, *given, **options):
         note = NOTE_OF.get(work, {})
         note["waits"] = True
-        came = wait(work, *args, **kwargs)
+        came = wait(work, *given, **options)
         note["waits"] = False
         return came
 
@@ -209,7 +208,9 @@ def history(dump, groups):
     calls = []
     for entry in dump["entries"]:
         group, operation = entry["process_group"][0], entry["profiling_name"].partition(":")[2]
-        data = [str(math.prod(size)) for size in entry["input_sizes"]] + entry["input_dtypes"]
+        data = [str(torch.Size(size).numel()) for size in entry["input_sizes"]] + entry[
+            "input_dtypes"
+        ]
         data = [] if re.search("scatter|^gather|to_all", operation) else data  # may differ rightly
         what = " ".join([*data, roots.get((group, entry["op_id"]), "")]).strip()
         call = operation, group, what, entry["collective_seq_id"], groups.get(group, ())
@@ -401,7 +402,8 @@ def left_out(calls, last):
     """Return what a rank has called in each round before that has led to this way, but not now."""
     calls = calls[: calls.index(last) + 1] if last in calls else []
     here = [n for n, call in enumerate(calls) if call.way == last.way]
-    rounds = [Counter(map(told, calls[a + 1 : b + 1])) for a, b in pairwise(here)]
+    ends = enumerate(here[1:])
+    rounds = [Counter(map(told, calls[here[n] + 1 : end + 1])) for n, end in ends]
     always = rounds[0] if len(rounds) > 2 else Counter()
     for each in rounds[:-1]:
         always &= each
