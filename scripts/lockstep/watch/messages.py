@@ -38,7 +38,7 @@ def join(init, instance, args, kwargs):
 
     from lockstep.watch import end
 
-    facts.note("joining", as_rank=kwargs.get("rank"), where=facts.where())
+    facts.note("joining", where=facts.where())
     if "MASTER_ADDR" in os.environ:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     args = [args[0], here(args[1]), *args[2:]] if len(args) > 1 else args
