@@ -25,6 +25,7 @@ from conftest import ENVIRONMENT, ROOT
 from lockstep import ending, lessons, ranks, run
 from lockstep.ending import End
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.multiprocessing import ProcessRaisedException
 
 DEADLINE = 300  # seconds within which no process of a job that has ended may be left
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
@@ -451,6 +452,8 @@ def test_a_reason_is_one_line_in_plain_words():
         compile("x =", "script.py", "exec")
     assert ending.reason(error.value) == "SyntaxError: invalid syntax"
     on_rank_1 = {1: (RuntimeError("Missing key in checkpoint state_dict: a."), None)}
+    spawned = ProcessRaisedException("-- Process 1 failed:\n\nTraceback:\nValueError: a", 1, 2)
+    assert ending.reason(spawned) == "ValueError: a"
     error = CheckpointException("load", {2: (CheckpointException("read", on_rank_1), None)})
     assert ending.reason(error) == "RuntimeError: Missing key in checkpoint state_dict: a."
 

@@ -787,6 +787,15 @@ CLEAN = {
         },
         "other data",
     ),
+    "a bias before BatchNorm": (
+        D,
+        {
+            "nn.ReLU()": "nn.BatchNorm1d(16)",
+            "lr=0.1": "lr=1e-3",
+            SAMPLER: "DataLoader(data, 8, sampler=sampler, drop_last=True)",
+        },
+        "never changes",
+    ),
     "a teacher that nobody trains, other on each rank": (
         D,
         {

@@ -41,7 +41,7 @@ def join(init, instance, args, kwargs):
 
     from lockstep.watch import end
 
-    facts.note("joining", as_rank=kwargs.get("rank"), where=facts.where())
+    facts.note("joining", where=facts.where())
     if "LOCKSTEP_WATCH_DEVICES" in os.environ:  # a check: all ranks are on this machine
         if "MASTER_ADDR" in os.environ:
             os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -48,7 +48,7 @@ KINDS = {
     "uneven rows": ("weigh the loss by the rows, or leave the last batch out", "10"),
     "other data": ("give all ranks the same data: read it from one file, or fix its seed", "02"),
     "workers repeat rows": ("share the rows by get_worker_info() and by rank", "02"),
-    "no exchange": ("wrap the model in DistributedDataParallel", "02"),
+    "no exchange": ("wrap the model in DistributedDataParallel, or all-reduce each gradient", "02"),
     "past DDP": ("call the wrapped model, not the one inside", "02"),
     "no_sync": ("leave no_sync() for the last forward and backward before the update", "10"),
     "gradients differ": (OUTSIDE, "17"),

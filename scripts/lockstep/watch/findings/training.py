@@ -300,7 +300,7 @@ def judge_optimizer(optimizer, steps, others, report):
     elif never:
         text = f"{some([names[n] for n in never])} got no gradient in {len(steps[0])} updates"
         report.found("never a gradient", NOT_MEANT, text, place)
-    still = [n for n in wanted if n not in never and stays(steps[0], n)]
+    still = [n for n in wanted if is_felt(updates, n) and stays(steps[0], n)]
     if still:
         text = f"{some([names[n] for n in still])} got gradients in {len(steps[0])} updates, and"
         text += " did not change: is the learning rate 0, or too small for its type?"
@@ -310,6 +310,13 @@ def judge_optimizer(optimizer, steps, others, report):
 def has_gradient(update, n):
     """Return whether parameter n had a gradient that is not zero."""
     return n < len(update["some"]) and update["some"][n]
+
+
+def is_felt(updates, n):
+    """Return whether parameter n had more than rounding, which a bias before BatchNorm has."""
+    norms = [[norm or 0 for norm in update["norms"]] for update in updates]
+    own = max((of[n] for of in norms if n < len(of)), default=0)
+    return own > 1e-5 * max(map(max, norms))
 
 
 def stays(updates, n):
