@@ -72,6 +72,8 @@ def compare_calls(calls, job, report):
     """Say where the calls of the ranks of one group first differ."""
     for number in range(max(map(len, calls.values()))):
         here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
+        if failed := [rank for rank, call in here.items() if call is None and job[rank].error]:
+            return report.not_seen(f"collectives after the error of rank {failed[0]}")
         if any(call is None and not job[rank].ended for rank, call in here.items()):
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
             text = f"when the run ended, collective {number + 1} was not called by all:"
