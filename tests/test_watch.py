@@ -117,8 +117,23 @@ def test_of_a_large_model_a_sample_is_compared_and_the_report_says_so(check, tmp
     report = check("--updates", 3, path)
     words = "each number of Sequential: it has 57, and of a tensor 20 are compared at most"
     assert report["findings"] == [] and words in report["not_looked_at"]
-    memory = "memory of what is trained: parameters 228 bytes, gradients 228 bytes,"
-    assert f"{memory} optimizer 472 bytes on each rank" in report["looked_at"]
+    memory = "memory of what is trained, by rank: parameters 228 bytes, gradients 228 bytes,"
+    assert f"{memory} optimizer 472 bytes" in report["looked_at"]
+
+
+def test_memory_is_counted_with_the_parts_that_a_rank_holds(check):
+    report = check("--updates", 2, WATCHED / "shard.py")
+    words = "memory of what is trained, by rank: parameters 148 bytes, gradients 148 bytes,"
+    # The rows of the two layers' parameters are dealt out; a last part is padded, but not its state
+    assert f"{words} optimizer 312 bytes and 240 bytes" in report["looked_at"]
+
+
+def test_after_an_error_of_one_rank_no_message_is_called_missing(check, tmp_path):
+    step = "        optimizer.step()\n"
+    edits = {step: step + "        if rank == 1 and epoch == 1:\n            torch.ones(10**13)\n"}
+    report = check(edited(tmp_path, "by_hand.py", edits))
+    assert (report["exit_code"], report["findings"]) == (2, [])
+    assert "collectives after the error of rank 1" in report["not_looked_at"]
 
 
 def test_a_checksum_sees_each_bit_and_a_projection_is_linear():

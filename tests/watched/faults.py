@@ -687,6 +687,14 @@ CLEAN = {
             "            p.grad /= dist.get_world_size()\n        optimizer.step()\n",
         },
     ),
+    "as they are: shards, and a layer of its own on each rank": (
+        F,
+        {
+            "for layer in (model[0], model[2], model):": "for layer in (model[2],):",
+            "optimizer = ": "for p in model[0].parameters():\n"
+            "    nn.init.normal_(p, dist.get_rank())\noptimizer = ",
+        },
+    ),
     "frozen layers": (
         D,
         {

@@ -180,7 +180,7 @@ def projection(tensor):
     rest = vector[blocks * BLOCK :]
     parts = vector[: blocks * BLOCK].view(blocks, BLOCK).mv(direction)
     whole = parts.double().dot(direction[:blocks].double())
-    return (whole + rest.dot(direction[: len(rest)]).double() * direction[blocks]).item()
+    return (whole + rest.dot(direction[: len(rest)]).double()).item()
 
 
 def norm(tensor):

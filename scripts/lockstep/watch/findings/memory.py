@@ -12,7 +12,7 @@ def memory(job, report):
         return
     kept = [rank.memory for rank in ranks]
     said = ", ".join(f"{kind} {shown([one[kind] for one in kept])}" for kind in KINDS)
-    report.look(f"memory of what is trained: {said} on each rank")
+    report.look(f"memory of what is trained, by rank: {said}")
     place = ranks[0].updates[0]["where"] if ranks[0].updates else None
     totals = [sum(one[kind] for kind in KINDS) for one in kept]
     if max(totals) > 1.5 * min(totals):
@@ -45,4 +45,4 @@ def judge_left_out(ranks, report):
 def shown(numbers):
     """Return bytes in words: one number, if all ranks have the same."""
     words = [f"{n:,} bytes" if n < 10**5 else f"{n / 1e6:,.1f} MB" for n in numbers]
-    return words[0] if len(set(numbers)) == 1 else ", ".join(words)
+    return words[0] if len(set(numbers)) == 1 else " and ".join(words)

@@ -72,8 +72,8 @@ def compare_calls(calls, job, report):
     """Say where the calls of the ranks of one group first differ."""
     for number in range(max(map(len, calls.values()))):
         here = {r: of[number] if number < len(of) else None for r, of in calls.items()}
-        if any(call is None and job[rank].error for rank, call in here.items()):
-            return None  # of course: it has failed before
+        if failed := [rank for rank, call in here.items() if call is None and job[rank].error]:
+            return report.not_seen(f"collectives after the error of rank {failed[0]}")
         if any(call is None and not job[rank].ended for rank, call in here.items()):
             if report.stopped:
                 return None  # a rank that died calls no more
