@@ -167,21 +167,22 @@ def make_unlike_rows():
     return rows, rows.sum(1, keepdim=True) + 3 + noise, model
 
 
-def losses_of_one_process(steps):
-    """Return the loss of all 36 rows in each step of a training in one process."""
+def train_in_one_process(steps):
+    """Return the loss of all 36 rows in each step, and the parameters after each."""
     rows, targets, model = make_unlike_rows()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, losses, ends = torch.optim.SGD(model.parameters(), lr=0.1), [], []
     for _ in range(steps):
         loss = mse_loss(model(rows), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).tolist())
+    return losses, ends
 
 
 def examine_train_until(rank, world_size, attempt, limits):
-    """Run the attempt for each limit; return the steps, updates, other bytes, and rows computed."""
+    """Run the attempt for each limit; return the steps, parameters, bytes, and rows computed."""
     found = []
     for limit in limits:
         rows, targets, model = make_unlike_rows()
@@ -190,14 +191,14 @@ def examine_train_until(rank, world_size, attempt, limits):
         with Wire() as wire:
             steps = attempt(rank, world_size, model, rows, targets, limit)
         sizes = [call.nbytes for call in wire.calls if call.name != "broadcast"]
-        updates = sizes.count(32)  # a gradient: 4 numbers of float64
-        found.append((steps, updates, sum(sizes) - 32 * updates, sum(computed)))
+        end = nn.utils.parameters_to_vector(model.parameters()).tolist()
+        found.append((steps, end, sum(sizes), sum(computed)))
     return found
 
 
 def check_train_until(attempt, deadline=15):
     """Return None if all ranks stop when the loss of all rows says so, else one sentence."""
-    losses = losses_of_one_process(50)
+    losses, ends = train_in_one_process(50)
     near = losses[9] * 1e-6  # a number of 16 bits is off by more, one of 32 bits by less
     limits = [losses[9] + near, losses[9] - near, 1.01 * losses[29], 0.0]
     wanted = [next((n for n, loss in enumerate(losses, 1) if loss < lim), 50) for lim in limits]
@@ -209,7 +210,7 @@ def check_train_until(attempt, deadline=15):
             except RankFailed as error:
                 return f"{where} they do not end together: {who_stopped(error)}"
             found = [theirs + more for theirs, more in zip(found, parts, strict=True)]
-            problem = wrong_steps(found, wanted)
+            problem = wrong_steps(found, wanted, ends)
             if problem:
                 return f"{where} {problem}"
     return None
@@ -221,20 +222,23 @@ def who_stopped(error):
     return f"{stopped.partition(':')[0]}, and {place.partition(' in ')[0]}" if stopped else place
 
 
-def wrong_steps(found, wanted):
+def wrong_steps(found, wanted, ends):
     """Return what is wrong with what examine_train_until found on each rank so far, or None."""
     share = 36 // len(found)
     for number, right in enumerate(wanted[: len(found[0])]):
         steps = [theirs[number][0] for theirs in found]
         if len(set(steps)) > 1:
             return f"they say that they have made {steps} steps"
-        if steps[0] == right and any(theirs[number][1] != right for theirs in found):
-            return f"they return {right} steps, and have not made {right} updates"
+        off = max(math.dist(theirs[number][1], ends[right - 1]) for theirs in found)
+        if steps[0] == right and not off < 1e-9:
+            words = f"they return {right}, and the model is not that of {right} updates"
+            return f"{words}: the last step has its update, too"
         if steps[0] != right:
             hint = ": is it a part of the rows, or is a number rounded?"
             hint *= abs(steps[0] - right) == 1
             return f"they stop after step {steps[0]}; the loss of all rows, after {right}{hint}"
-        if max(theirs[number][2] for theirs in found) > BUDGET * right + 64:
+        gradient = 32  # 4 numbers of float64
+        if max(theirs[number][2] for theirs in found) > (gradient + BUDGET) * right + 64:
             return f"a rank sends more than {BUDGET} bytes in a step to decide"
         if max(theirs[number][3] for theirs in found) > share * right:
             return f"a rank computes more rows in a step than its share, {share} of 36"

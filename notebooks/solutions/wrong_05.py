@@ -96,7 +96,7 @@ def sends_everything(loss, rows):
 # --- Task 4 ---
 
 
-def trained(decide, all_rows=False):
+def trained(decide, all_rows=False, update_first=True):
     """Return an attempt that stops when decide(loss, limit, rank) says so."""
 
     def attempt(rank, world_size, model, rows, targets, limit):
@@ -107,9 +107,12 @@ def trained(decide, all_rows=False):
             loss = mse_loss(replica(rows[mine]), targets[mine])
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            if update_first:
+                optimizer.step()
             if decide(loss.detach(), limit, rank):
                 return step
+            if not update_first:
+                optimizer.step()
         return 50
 
     return attempt
@@ -208,6 +211,13 @@ WRONG = {
         "all rows": (
             trained(lambda loss, limit, rank: loss < limit, all_rows=True),
             "more rows in a step than its share",
+        ),
+        "decides before its update": (
+            trained(
+                lambda loss, limit, rank: lesson.mean_over_rows(loss, 1) < limit,
+                update_first=False,
+            ),
+            "the last step has its update, too",
         ),
         "never": (trained(lambda loss, limit, rank: False), "the loss of all rows, after"),
     },
