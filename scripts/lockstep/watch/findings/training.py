@@ -314,9 +314,9 @@ def has_gradient(update, n):
 
 def is_felt(updates, n):
     """Return whether parameter n had more than rounding, which a bias before BatchNorm has."""
-    norms = [[norm or 0 for norm in update["norms"]] for update in updates]
-    own = max((of[n] for of in norms if n < len(of)), default=0)
-    return own > 1e-5 * max(map(max, norms))
+    sizes = [[abs(projection or 0) for projection in update["means"]] for update in updates]
+    own = max((of[n] for of in sizes if n < len(of)), default=0)
+    return own > 1e-5 * max(map(max, sizes))
 
 
 def stays(updates, n):
