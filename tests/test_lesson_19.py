@@ -548,13 +548,43 @@ def test_who_holds_up_the_others(name, tmp_path, capsys):
     )
 
 
+def test_a_message_is_noted_and_whether_its_rank_waits(monkeypatch):
+    class Group:
+        group_name = "1"
+
+        def _get_sequence_number_for_group(self):
+            return 5
+
+    class Work:
+        pass
+
+    def wait(work):
+        seen.append(lesson.NOTES[-1]["waits"])
+        raise RuntimeError("timed out")
+
+    seen = []
+    monkeypatch.setattr(lesson, "NOTES", [])
+    monkeypatch.setattr(lesson.dist, "get_global_rank", lambda group, rank: rank + 2)
+    work = lesson.noting("recv", lambda group, tensors, source, tag: Work())(Group(), [], 1, 0)
+    (note,) = lesson.NOTES
+    assert (note["name"], note["peer"], note["group"], note["number"]) == ("recv", 3, "1", 5)
+    assert lesson.way_of(note["frames"])[-1].startswith("test_lesson_19.py:") and not note["waits"]
+    with pytest.raises(RuntimeError):
+        lesson.noting_waits(wait)(work)
+    assert (seen, note["waits"]) == ([True], True)  # it has not come
+    lesson.noting_waits(lambda work, timeout: True)(work, timeout=1)
+    assert not note["waits"]
+
+
 FORKS = """
-import multiprocessing, os, time
+import multiprocessing, os, pickle, time
+import torch
 import torch.distributed as dist
 import lesson_19_hang_clinic as lesson
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 lesson.leave_stacks("stacks_0")
 lesson.leave_calls("calls_0")
+dist.broadcast(torch.ones(1), 0)
 
 
 def read_data():
@@ -569,6 +599,7 @@ begun.wait()
 reader.terminate()
 reader.join()
 print(reader.exitcode, os.listdir(), open("stacks_0").read().split())
+print([note["name"] for note in lesson.NOTES], dist.ProcessGroup.send.__name__)
 dist.destroy_process_group()
 """
 
@@ -576,8 +607,11 @@ dist.destroy_process_group()
 def test_a_process_that_reads_data_leaves_no_stack_of_its_own(tmp_path):
     env = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "lessons")}
     ended = finish(start_program(sys.executable, "-c", FORKS, cwd=tmp_path, env=env))
-    assert ended.stdout == "-15 ['stacks_0'] ['1', 'ranks']\n", ended.stderr
-    assert ended.returncode == 0 and (tmp_path / "calls_0").exists()
+    said = "-15 ['stacks_0'] ['1', 'ranks']\n['broadcast'] noted\n"
+    assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
+    dump = pickle.loads((tmp_path / "calls_0").read_bytes())
+    (call,) = lesson.history(dump, {})
+    assert (call.what, call.waits, dump["ended"]) == ("1 Float root 0", False, True)
 
 
 def test_files_that_name_nobody(tmp_path, capsys):
