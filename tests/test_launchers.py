@@ -596,8 +596,8 @@ def test_under_torchrun_who_loses_a_neighbour_over_gloo_waits_for_the_cause(plac
 
 # --- Ranks that a script starts itself ---
 
-# A subclass of Process. As in many a tutorial: without a word of ours, its ranks would wait for
-# ever, because torchrun has told them that the store is there.
+# Addressed as in many a tutorial: without a word of ours, its ranks would wait for ever, because
+# torchrun has told them that the store is there. They are a subclass, so there is no target.
 AT_LOCALHOST = """
 import os
 import torch.distributed as dist
