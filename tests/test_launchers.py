@@ -452,7 +452,8 @@ def test_a_reason_is_one_line_in_plain_words():
         compile("x =", "script.py", "exec")
     assert ending.reason(error.value) == "SyntaxError: invalid syntax"
     on_rank_1 = {1: (RuntimeError("Missing key in checkpoint state_dict: a."), None)}
-    spawned = ProcessRaisedException("-- Process 1 failed:\n\nTraceback:\nValueError: a", 1, 2)
+    text = '-- Process 1 failed:\n\nTraceback:\n  File "a.py", line 1, in f\nValueError: a\nb'
+    spawned = ProcessRaisedException(text, 1, 2)
     assert ending.reason(spawned) == "ValueError: a"
     error = CheckpointException("load", {2: (CheckpointException("read", on_rank_1), None)})
     assert ending.reason(error) == "RuntimeError: Missing key in checkpoint state_dict: a."

@@ -164,8 +164,6 @@ def reason(error):
     lines = traceback.format_exception_only(innermost(error))
     text = next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place
     text = re.sub(r"^(\S+:)\s*\n\s*", r"\1 ", text.strip())  # its first line may be empty
-    if "ProcessRaisedException" in text:  # mp.spawn: the cause is its last line
-        text = str(error).strip().splitlines()[-1]
     return in_plain_words(text.splitlines()[0])[:300]
 
 
