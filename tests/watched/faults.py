@@ -620,6 +620,17 @@ FAULTS = {
         NOT_MEANT,
         "mean(2 * last)",
     ),
+    "rank 1 leaves a call of a helper out once": (
+        H,
+        {
+            END: "def mean(x):\n    dist.all_reduce(x)\n\n\nlast = torch.ones(1)\n"
+            "for step in range(3):\n    mean(last)\n    if rank == 0 or step != 1:\n"
+            "        mean(2 * last)\n" + END
+        },
+        "messages differ",
+        NOT_MEANT,
+        "mean(2 * last)",
+    ),
     "rank 1 alone computes a statistic of all ranks": (
         H,
         {

@@ -1,6 +1,6 @@
 """The group, random numbers, collectives, files and output."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from lockstep.watch.facts import ROOM
 from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG
@@ -96,10 +96,18 @@ def compare_calls(calls, job, report):
 
 
 def rarest(ways, calls):
-    """Return the line, of those at which these ways part, to which the fewest ranks ever come."""
-    took = [{line for call in of for line in call["way"]} for of in calls.values()]
+    """Return the line, of those at which these ways part, to which the fewest ranks ever come.
+
+    If that are all, it is the line to which they come the most unequal numbers of times.
+    """
+    took = [Counter(line for call in of for line in call["way"]) for of in calls.values()]
+
+    def place(line):
+        times = [of[line] for of in took]
+        return sum(map(bool, times)), min(times) - max(times)
+
     lines = sorted(set.union(*map(set, ways)) - set.intersection(*map(set, ways)))
-    return min(lines, key=lambda line: sum(line in lines for lines in took), default=None)
+    return min(lines, key=place, default=None)
 
 
 def key(call):
