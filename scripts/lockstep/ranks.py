@@ -113,12 +113,13 @@ def check(script, nproc, flags, job):
     if asks_for_help and job.node_rank > 0:
         sys.exit()  # the first machine says it
     world_size = nproc * len(job.nodes)
-    proof = lessons.of_script(script).proof.exists()
+    known = lessons.of_script(script)  # a rehearsal may be of another script
+    proof = known is not None and known.proof.exists()
     if not proof and not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
         return None
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
     place["LOCAL_WORLD_SIZE"] = str(nproc)
-    if lessons.of_script(script).start == lessons.LAUNCH_JOB:
+    if known and known.start == lessons.LAUNCH_JOB:
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     flags = ["--help"] if asks_for_help else flags
     with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
