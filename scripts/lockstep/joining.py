@@ -49,9 +49,18 @@ def _place(what):
 
 
 def _be_started(run):
-    """Be a process that a rank has started."""
+    """Be a process that a rank has started.
+
+    The launcher may have refused the script meanwhile and ended, with its folder, in which the
+    script may have had its own: what fails then is told to nobody.
+    """
     _watch_torch()
-    run()
+    try:
+        run()
+    except Exception:
+        if not os.path.exists(os.environ["LOCKSTEP_ENDS"]):
+            os._exit(1)
+        raise
 
 
 def _watch_torch():

@@ -155,7 +155,8 @@ def stay_on_the_path(start=subprocess.Popen.__init__):
     @functools.wraps(start)
     def start_with_us(self, *args, env=None, **options):
         if env is not None:
-            folders = [os.path.dirname(os.path.abspath(__file__)), env.get("PYTHONPATH", "")]
+            # Last: the watch has a file of this name, too, and it runs the next one.
+            folders = [env.get("PYTHONPATH", ""), os.path.dirname(os.path.abspath(__file__))]
             env = {**env, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
         start(self, *args, env=env, **options)
 
