@@ -643,8 +643,6 @@ if __name__ == "__main__":
     main()
 """
 SPAWNS = (ROOT / "templates" / "smallest_spawn.py").read_text()
-LATE = "    __import__('time').sleep(2 * rank)  # until the launcher has ended, with its folder\n"
-SPAWNS = SPAWNS.replace("    store = ", f"{LATE}    store = ", 1)
 
 
 @pytest.mark.parametrize("script, own", [(SPAWNS, 1), (AT_LOCALHOST, 1), (JOINS, 0)])
