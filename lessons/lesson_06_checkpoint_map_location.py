@@ -168,9 +168,12 @@ class ResumableSampler(DistributedSampler):
         return (len(self.dataset) - self.used) // self.num_replicas
 
 
-def stay(worker):
-    """Let a worker of a loader live on when its rank is told to end: torchrun tells both."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def start_workers(loader):
+    """Return an iterator over a loader; its workers never get SIGTERM: torchrun sends it to all."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # each child is born with it
+    batches = iter(loader)  # starts the workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the rank gets it again
+    return batches
 
 
 def note(number):
@@ -206,7 +209,7 @@ def train(model, data, steps, batch_size, device, folder=None, seed=0, every=5):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     sampler, world_size = ResumableSampler(data, seed=seed), dist.get_world_size()
-    options = {"sampler": sampler, "generator": torch.Generator(), "worker_init_fn": stay}
+    options = {"sampler": sampler, "generator": torch.Generator()}
     loader = DataLoader(data, batch_size // world_size, **options)
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # longer than any save
     now = resume(folder, parts, patient)
@@ -214,7 +217,7 @@ def train(model, data, steps, batch_size, device, folder=None, seed=0, every=5):
     while now["step"] < steps and not stop:
         sampler.set_epoch(now["epoch"], now["rows"])
         loader.generator.manual_seed(now["epoch"] * world_size + dist.get_rank())  # for workers
-        for rows, targets in loader:
+        for rows, targets in start_workers(loader):
             update(replica, optimizer, schedule, rows.to(device), targets.to(device))
             now |= {"step": now["step"] + 1, "rows": now["rows"] + len(rows) * world_size}
             stop = on_any_rank(noted, patient)

@@ -54,7 +54,7 @@ BREAKS = {  # the same mistake on any number of ranks
     "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
     "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
     "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
-    "a loop over the loader draws": ("torch.Generator(),", "torch.default_generator,"),
+    "a loop over the loader draws": ("torch.Generator()}", "torch.default_generator}"),
     "no name of its own": ('path.with_suffix(".unfinished")', "path"),
     "another folder": ('path.with_suffix(".unfinished")', 'Path(tempfile.mkdtemp(), "new")'),
     "the name before the data": (WRITE, NAME_FIRST),
@@ -104,14 +104,24 @@ def test_default_run(default_run):
 
 
 PROJECT = """
+from torch.utils.data._utils import signal_handling
+
+def be_late():
+    # A worker from after the first step: its own code of the project has not run yet.
+    handle_signals()
+    if stepped:
+        Path(folder, "ready").touch()
+        time.sleep(2)
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     numbers, ends = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)), []
     data, folder = TensorDataset(numbers, numbers.sum(1, keepdim=True)), sys.argv[1]
-    hook = lambda *_: Path(folder, "ready").touch()
-    register_optimizer_step_post_hook(hook)
-    found = checkpoints(folder)
+    register_optimizer_step_post_hook(lambda *_: stepped.append(True))
+    found, stepped = checkpoints(folder), []
+    if not found:
+        handle_signals = signal_handling._set_worker_signal_handlers
+        signal_handling._set_worker_signal_handlers = be_late
     steps = int(found[-1].stem[5:]) + 7 if found else 10**9
     for where in (folder, None)[: 1 + len(found)]:
         torch.manual_seed(dist.get_rank())
@@ -130,11 +140,12 @@ if __name__ == "__main__":
 def test_the_technique_in_a_project_of_ones_own_survives_a_sigterm_to_torchrun(tmp_path):
     """It saves at SIGTERM, and at no other time, so a second run can only go on from there.
 
-    The loaders have workers, to which torchrun sends the signal as well. Nothing is left of them.
+    The loaders have workers, to which torchrun sends the signal as well, here while they begin:
+    torch's handler of SIGTERM is in place, and would end them. Nothing is left of them.
     """
     own, folder = tmp_path / "own.py", tmp_path / "folder"
     technique = SOURCE.replace(lesson.__doc__, "").partition("# --- The proof ---")[0]
-    with_workers = technique.replace('": stay}', '": stay, "num_workers": 1}')
+    with_workers = technique.replace("Generator()}", 'Generator(), "num_workers": 1}')
     assert with_workers != technique
     own.write_text(with_workers + PROJECT)
     folder.mkdir()
