@@ -50,7 +50,8 @@ from torch.utils.data import DataLoader, Dataset
 LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|^<")
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
-UNLISTED = {"new_group", "new_subgroups", "monitored_barrier"}  # all make these, and none is noted
+UNLISTED = {"new_group", "monitored_barrier"}  # all must come to these; in no list, or too late
+NEW = "new"  # stands for a group's name where a group is made: each new_group has its number
 NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()  # of take_notes
 
 
@@ -97,7 +98,7 @@ def where(text):
             continue
         for file, _, function in frames:
             if function == "noted":
-                called = "Work.wait"
+                called = called or "Work.wait"  # the innermost: C++ has no frame of its own
             elif not LIBRARY.search(file):
                 break
             elif function != "wrapper" and not function.startswith("_"):
@@ -127,10 +128,12 @@ def leave_calls(path, seconds=300):
 
 
 def take_notes():
-    """Note what the recorder leaves out: messages, and the root of a collective."""
+    """Note what the recorder leaves out: messages, the root of a collective, new groups."""
     for name in ("send", "recv", "broadcast", "reduce", "gather", "scatter"):
         setattr(dist.ProcessGroup, name, noting(name, getattr(dist.ProcessGroup, name)))
     dist.Work.wait = noting_waits(dist.Work.wait)
+    dist.new_group = noting_groups(dist.new_group)
+    dist.distributed_c10d.new_group = dist.new_group
 
 
 def noting(name, call):
@@ -141,16 +144,41 @@ def noting(name, call):
         with contextlib.suppress(Exception):  # no note is worth a job
             peer = given[1] if name in PAIRS else given[-1].rootRank
             note = {"name": name, "peer": dist.get_global_rank(group, peer), "waits": False}
-            note |= {"group": group.group_name, "time_created_ns": time.time_ns()}
+            note |= {"group": group.group_name, "frames": frames_from(sys._getframe())}
+            note |= {"time_created_ns": time.time_ns()}
             note["number"] = group._get_sequence_number_for_group()
-            note["frames"], frame = [], sys._getframe()
-            while frame:
-                own = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-                note["frames"].append(own)
-                frame = frame.f_back
             NOTES.append(note)
             NOTE_OF[work] = note
         return work
+
+    return noted
+
+
+def frames_from(frame):
+    """Return (file, line, function) of a frame and of all that have called it."""
+    frames = []
+    while frame:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def noting_groups(make):
+    """Return new_group that also notes who shall be in it: all ranks make the same ones in turn."""
+    made = []
+
+    def noted(ranks=None, *given, **options):
+        if options.get("use_local_synchronization"):  # then its members make it, and nobody else
+            return make(ranks, *given, **options)
+        members = range(dist.get_world_size()) if ranks is None else ranks
+        made.append(members)
+        name = f"new_group of rank {listed(sorted(members))}"
+        note = {"name": name, "group": NEW, "number": len(made), "waits": True}
+        note |= {"frames": frames_from(sys._getframe()), "time_created_ns": time.time_ns()}
+        NOTES.append(note)
+        group = make(ranks, *given, **options)
+        note["waits"] = False
+        return group
 
     return noted
 
@@ -202,9 +230,11 @@ class Call(NamedTuple):
     waits: bool  # it has not come to its end
 
 
-def history(dump, groups):
-    """Return the calls of one rank in their order: of groups by the recorder, messages by notes."""
-    roots = {(note["group"], note["number"]): f"root {note['peer']}" for note in dump["notes"]}
+def history(dump, everyone=()):
+    """Return the calls of one rank in their order: of groups by the recorder, the rest by notes."""
+    groups = dump["groups"]
+    rooted = [note for note in dump["notes"] if "peer" in note]
+    roots = {(note["group"], note["number"]): f"root {note['peer']}" for note in rooted}
     calls = []
     for entry in dump["entries"]:
         group, operation = entry["process_group"][0], entry["profiling_name"].partition(":")[2]
@@ -217,10 +247,12 @@ def history(dump, groups):
         way = way_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
         calls.append((entry["time_created_ns"], Call(way, *call, not entry["retired"])))
     for note in dump["notes"]:
+        call = note["name"], note["group"], "", note["number"], everyone, note["waits"]
         if note["name"] in PAIRS:
             way = "to" if note["name"] == "send" else "from"
             operation = f"{note['name']} {way} {note['peer']}"
             call = operation, note["group"], "", None, (note["peer"],), note["waits"]
+        if note["name"] in PAIRS or note["group"] == NEW:
             calls.append((note["time_created_ns"], Call(way_of(note["frames"]), *call)))
     return [call for _, call in sorted(calls, key=lambda each: each[0])]
 
@@ -240,17 +272,16 @@ def read_left(folder):
     job may still have run when it was written.
     """
     counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
-    seen, dumps, groups = {}, {}, {}
-    for rank in range(int(counted[1]) if counted else 0):
+    seen, dumps, everyone = {}, {}, tuple(range(int(counted[1]) if counted else 0))
+    for rank in everyone:
         path = Path(folder, f"stacks_{rank}")
         seen[rank] = looks(path.read_text()) if path.exists() else []
         path = Path(folder, f"calls_{rank}")
         with contextlib.suppress(Exception):  # it is not there, or torn
             dump = pickle.loads(path.read_bytes())
-            groups |= dump["groups"]
             if dump["ended"] or stood_still(dump, path.stat().st_mtime):
                 dumps[rank] = dump
-    calls = {rank: history(dump, groups) for rank, dump in dumps.items()}
+    calls = {rank: history(dump, everyone) for rank, dump in dumps.items()}
     ended = [rank for rank, dump in dumps.items() if dump["ended"]]
     return {r: Left(own, calls.get(r), r in ended) for r, own in seen.items()}
 
@@ -298,8 +329,7 @@ def tell(folder):
         print(f"rank {rank} {'has ended' if own.ended else stands}")
         call, whom = waits.get(rank, (None, ()))
         if call:
-            others = f"waits for rank {listed(whom)}" if whom else "to which all have come"
-            print(f"    {call.operation} in group {call.group}, {others}")
+            print(f"    {waiting(call, whom)}")
         else:
             print(f"    its last call: {told(own.calls[-1]) if own.calls else '-'}")
     if gone or not any(own.calls for own in left.values()):
@@ -307,7 +337,7 @@ def tell(folder):
         print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
         return []
     if row := conflict(left):
-        return named_in_conflict(row, left)
+        return named_in_conflict(row, waits, left)
     awaited = {rank for _, whom in waits.values() for rank in whom}
     ends = [
         r for r in left if r in awaited and not waits[r][0] and (left[r].looks or left[r].ended)
@@ -316,25 +346,30 @@ def tell(folder):
 
 
 def conflict(left):
-    """Return {rank: call} of a group's first call that hangs and is not alike on all, or {}."""
+    """Return {rank: call} of the first call that hangs and is not alike on all ranks, or {}.
+
+    Of a group; or a new group, which is wrong if it differs, whether it hangs or not.
+    """
     rows = {}
     for rank, own in left.items():
         for call in own.calls:
             if call.number is not None:
                 rows.setdefault((call.number, call.group), {})[rank] = call
-    for _, row in sorted(rows.items(), key=lambda each: each[0][0]):
-        if any(c.waits for c in row.values()) and len({c[1:4] for c in row.values()}) > 1:
+    for (_, group), row in sorted(rows.items(), key=lambda each: (each[0][1] != NEW, each[0][0])):
+        hangs = group == NEW or any(call.waits for call in row.values())
+        if hangs and len({call[1:4] for call in row.values()}) > 1:
             return row
     return {}
 
 
-def named_in_conflict(row, left):
+def named_in_conflict(row, waits, left):
     """Print a call that is not alike on all ranks; return whom it names."""
     call = next(iter(row.values()))
-    print(f"call {call.number} of group {call.group} is not the same on all ranks:")
+    print(f"{place(call)} is not the same on all ranks:")
     for rank, own in row.items():
-        print(f"    rank {rank}: {told(own)}: {own.what or 'no data'}")
-    return against(row, left)
+        data = "" if own.group == NEW else f": {own.what or 'no data'}"
+        print(f"    rank {rank}: {told(own)}{data}")
+    return against(row, waits, left)
 
 
 def named_at_the_end(ends, waits, left):
@@ -350,8 +385,10 @@ def named_at_the_end(ends, waits, left):
         usual = been(callers[0], call, left) or any(c.way == call.way for c in left[end].calls)
         if len(callers) > len(whom) or (usual and not left[end].ended):
             named.append(end)
+            print(f"if rank {end} waits there for a lock, a file or a queue: who holds that?")
         else:
             print(f"has rank {listed(callers)} made a call too many, or rank {end} left it out?")
+            print(f"or does rank {end} wait for a lock, a file or a queue that another one holds?")
     return named if len(named) == len(ends) else []
 
 
@@ -364,13 +401,14 @@ def named_in_a_circle(waits, left):
                 row |= {a: waits[a][0], b: waits[b][0]}
                 print(f"rank {a} and rank {b} wait for each other: {told(row[a])}")
                 print(f"    and {told(row[b])}")
-    return against(row, left)
+    return against(row, waits, left)
 
 
-def against(row, left):
+def against(row, waits, left):
     """Return who is wrong, if {rank: call} stand against each other: who has strayed, or is alone.
 
-    One against two that agree is evidence, unless they may have left a loop in which it goes on.
+    One against two that agree is a strong hint, unless they may have left a loop in which it goes
+    on. Those that wait for one side only count with the other side.
     """
     missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
     named = [rank for rank in row if missing[rank]]
@@ -382,13 +420,29 @@ def against(row, left):
     sides = {}
     for rank, call in row.items():
         sides.setdefault(call[1:5], []).append(rank)
+    for rank in set(waits) - set(row):
+        opposite = [side for side in sides.values() if not set(side) & set(waits[rank][1])]
+        if len(opposite) == 1 < len(sides):
+            opposite[0].append(rank)
     few, many = sorted(sides.values(), key=len) if len(sides) == 2 else ([], [])
-    if len(few) == 1 < len(many):
-        call = parting(few[0], row, left)
-        goes_on = been(few[0], call, left) and not any(been(r, row[r], left) for r in many)
-        if not goes_on:
-            print(f"rank {few[0]} stands alone; it parted at {told(call)}")
-            return few
+    if len(few) == 1 < len(many) and all(call.number or call.peers for call in row.values()):
+        return alone(few, many, row, waits, left)
+    return read_all(row)
+
+
+def alone(few, many, row, waits, left):
+    """Return the one that stands against many, unless they may have left a loop it goes on in."""
+    call = parting(few[0], row, left)
+    goes_on = been(few[0], call, left)
+    if goes_on and not any(been(r, row.get(r) or waits[r][0], left) for r in many):
+        return read_all(row)
+    print(f"rank {few[0]} stands alone, a strong hint; it first differs at {told(call)}")
+    print("what it has left out it has left out before: look upwards from there")
+    return few
+
+
+def read_all(row):
+    """Say that nobody can be named."""
     print(f"which of rank {listed(row)} is it? Their calls can't tell: read all their lines")
     return []
 
@@ -433,13 +487,33 @@ def listed(ranks):
 
 
 def told(call):
-    """Return a call in words."""
-    return f"{call.operation} in group {call.group} at {shown(call.way)}"
+    """Return a call in words, with its lines."""
+    group = "" if call.group == NEW else f" in group {call.group}"
+    return f"{call.operation}{group} at {shown(call.way)}"
+
+
+def place(call):
+    """Return in words which of all calls it is."""
+    if call.group == NEW:
+        return f"new_group number {call.number}"
+    return f"call {call.number} of group {call.group}"
+
+
+def waiting(call, whom):
+    """Return in words for whom a call waits."""
+    if call.group == NEW:
+        what = call.operation.replace("new_group", place(call))
+    elif call.number is None:
+        what = f"{call.operation} in group {call.group}"
+    else:
+        what = f"{call.operation}, {place(call)} (rank {listed(call.peers)})"
+    ends = f"waits for rank {listed(whom)}" if whom else "all have made it, or another in its place"
+    return f"{what}: {ends}"
 
 
 def shown(way):
-    """Return a way in words: your own lines, the last one first."""
-    return ", called at ".join(reversed(way)) or "no line"
+    """Return a way in words: your own lines in the order of a traceback, the last call last."""
+    return " > ".join(way) or "no line"
 
 
 def call_the_roll(seconds, gloo_group=None):
