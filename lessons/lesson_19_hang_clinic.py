@@ -319,23 +319,40 @@ def waits_in(rank, left):
 
 
 def tell(folder):
-    """Print where the ranks of one job stand and for whom they wait; return whom that names."""
+    """Print where the ranks of one job stand and who holds up the others; return whom it names."""
     left = read_left(folder)
-    gone = [rank for rank, own in left.items() if own.calls is None]
-    waits = {} if gone else {rank: waits_in(rank, left) for rank in left}
+    named, words = judge(left)
+    print("\n".join([*standing(left), *words]))
+    return named
+
+
+def all_waits(left):
+    """Return waits_in(...) of each rank; {} if the calls of a rank are missing."""
+    complete = all(own.calls is not None for own in left.values())
+    return {rank: waits_in(rank, left) for rank in left} if complete else {}
+
+
+def standing(left):
+    """Return lines: where each rank stands, and for whom it waits, or what it has called last."""
+    lines, waits = [], all_waits(left)
     for rank, own in left.items():
         way, called = own.looks[-1] if own.looks else ((), "")
         stands = f"stands at {shown(way)}, in {called or 'its own code'}" if way else "has no stack"
-        print(f"rank {rank} {'has ended' if own.ended else stands}")
+        lines.append(f"rank {rank} {'has ended' if own.ended else stands}")
         call, whom = waits.get(rank, (None, ()))
-        if call:
-            print(f"    {waiting(call, whom)}")
-        else:
-            print(f"    its last call: {told(own.calls[-1]) if own.calls else '-'}")
-    if gone or not any(own.calls for own in left.values()):
-        print(f"no list of calls in which the job stands still: rank {listed(gone or '-')}")
-        print("so nobody is named; read the errors of all ranks, or let the job hang for longer")
-        return []
+        last = f"its last call: {told(own.calls[-1]) if own.calls else '-'}"
+        lines.append(f"    {waiting(call, whom) if call else last}")
+    return lines
+
+
+def judge(left):
+    """Return (the ranks that hold up the others, why, in lines); of nobody if nothing proves it."""
+    waits = all_waits(left)
+    if not any(own.calls for own in left.values()) or not waits:
+        gone = [rank for rank, own in left.items() if own.calls is None]
+        missing = f"no list of calls in which the job stands still: rank {listed(gone or '-')}"
+        advice = "so nobody is named; read the errors of all ranks, or let the job hang for longer"
+        return [], [missing, advice]
     if row := conflict(left):
         return named_in_conflict(row, waits, left)
     awaited = {rank for _, whom in waits.values() for rank in whom}
@@ -363,49 +380,51 @@ def conflict(left):
 
 
 def named_in_conflict(row, waits, left):
-    """Print a call that is not alike on all ranks; return whom it names."""
-    call = next(iter(row.values()))
-    print(f"{place(call)} is not the same on all ranks:")
+    """Return (whom a call names that is not alike on all ranks, why)."""
+    lines = [f"{place(next(iter(row.values())))} is not the same on all ranks:"]
     for rank, own in row.items():
         data = "" if own.group == NEW else f": {own.what or 'no data'}"
-        print(f"    rank {rank}: {told(own)}{data}")
-    return against(row, waits, left)
+        lines.append(f"    rank {rank}: {told(own)}{data}")
+    named, why = against(row, waits, left)
+    return named, lines + why
 
 
 def named_at_the_end(ends, waits, left):
-    """Print who waits for those that wait for nobody; return the latter, if that is evidence."""
-    named = []
+    """Return (those that wait for nobody and that others wait for, why), if that is evidence."""
+    named, lines = [], []
     for end in ends:
         callers = [rank for rank, (_, whom) in waits.items() if end in whom]
         call, whom = waits[callers[0]]
-        print(f"rank {listed(callers)} waits for rank {end}: {told(call)}")
+        lines.append(f"rank {listed(callers)} waits for rank {end}: {told(call)}")
         if len({way for way, _ in left[end].looks[-2:]}) > 1 and not left[end].ended:
-            print(f"rank {end} was elsewhere a look before: slow, or in a circle? Look again")
-            return []
+            moves = f"rank {end} was elsewhere a look before: slow, or in a circle? Look again"
+            return [], [*lines, moves]
         usual = been(callers[0], call, left) or any(c.way == call.way for c in left[end].calls)
         if len(callers) > len(whom) or (usual and not left[end].ended):
             named.append(end)
-            print(f"if rank {end} waits there for a lock, a file or a queue: who holds that?")
+            lines.append(f"if rank {end} waits there for a lock, a file or a queue: who holds it?")
         else:
-            print(f"has rank {listed(callers)} made a call too many, or rank {end} left it out?")
-            print(f"or does rank {end} wait for a lock, a file or a queue that another one holds?")
-    return named if len(named) == len(ends) else []
+            many = f"has rank {listed(callers)} made a call too many"
+            lines.append(f"{many}, or rank {end} left it out?")
+            lines.append(f"or does rank {end} wait for a lock, a file, a queue that another holds?")
+    return named if len(named) == len(ends) else [], lines
 
 
 def named_in_a_circle(waits, left):
-    """Print which ranks wait for each other; return whom that names."""
-    row = {}
+    """Return (whom it names that ranks wait for each other, why)."""
+    row, lines = {}, []
     for a in waits:
         for b in waits[a][1]:
             if a < b and a in waits[b][1]:
                 row |= {a: waits[a][0], b: waits[b][0]}
-                print(f"rank {a} and rank {b} wait for each other: {told(row[a])}")
-                print(f"    and {told(row[b])}")
-    return against(row, waits, left)
+                lines.append(f"rank {a} and rank {b} wait for each other: {told(row[a])}")
+                lines.append(f"    and {told(row[b])}")
+    named, why = against(row, waits, left)
+    return named, lines + why
 
 
 def against(row, waits, left):
-    """Return who is wrong, if {rank: call} stand against each other: who has strayed, or is alone.
+    """Return (who is wrong if {rank: call} stand against each other, why): who strayed or is alone.
 
     One against two that agree is a strong hint, unless they may have left a loop in which it goes
     on. Those that wait for one side only count with the other side.
@@ -413,10 +432,8 @@ def against(row, waits, left):
     missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
     named = [rank for rank in row if missing[rank]]
     if named and len(named) < len(row):
-        for rank in named:
-            print(f"rank {rank} has always called before it came here, and not this time:")
-            print("   ", "; ".join(missing[rank]))
-        return named
+        always = "has always called before it came here, and not this time:"
+        return named, [f"rank {r} {always} {'; '.join(missing[r])}" for r in named]
     sides = {}
     for rank, call in row.items():
         sides.setdefault(call[1:5], []).append(rank)
@@ -427,24 +444,22 @@ def against(row, waits, left):
     few, many = sorted(sides.values(), key=len) if len(sides) == 2 else ([], [])
     if len(few) == 1 < len(many) and all(call.number or call.peers for call in row.values()):
         return alone(few, many, row, waits, left)
-    return read_all(row)
+    return [], read_all(row)
 
 
 def alone(few, many, row, waits, left):
-    """Return the one that stands against many, unless they may have left a loop it goes on in."""
+    """Return (the one against many, why); nobody if they may have left a loop it goes on in."""
     call = parting(few[0], row, left)
     goes_on = been(few[0], call, left)
     if goes_on and not any(been(r, row.get(r) or waits[r][0], left) for r in many):
-        return read_all(row)
-    print(f"rank {few[0]} stands alone, a strong hint; it first differs at {told(call)}")
-    print("what it has left out it has left out before: look upwards from there")
-    return few
+        return [], read_all(row)
+    hint = f"rank {few[0]} stands alone, a strong hint; it first differs at {told(call)}"
+    return few, [hint, "what it has left out it has left out before: look upwards from there"]
 
 
 def read_all(row):
-    """Say that nobody can be named."""
-    print(f"which of rank {listed(row)} is it? Their calls can't tell: read all their lines")
-    return []
+    """Return the line that says that nobody can be named."""
+    return [f"which of rank {listed(row)} is it? Their calls can't tell: read all their lines"]
 
 
 def been(rank, call, left):

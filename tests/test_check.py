@@ -168,12 +168,14 @@ def test_a_hang_names_who_waits_where(tmp_path):
             ("        optimizer.step()\n        if rank == 1:\n            dist.barrier()\n"),
         )
     )
-    code, stdout, _ = check("--patience", 20, "--json", script)
+    code, stdout, _ = check("--nproc", 3, "--patience", 20, "--json", script)
     (finding,) = [one for one in json.loads(stdout)["findings"] if one["kind"] == "hang"]
     line = 1 + script.read_text().splitlines().index("            dist.barrier()")
     assert code == 1
     assert f"rank 1 waits in barrier at train.py:{line}" in finding["text"]
     assert "rank 0 waits in all_reduce at train.py:" in finding["text"]
+    assert finding["text"].endswith(f"barrier in group 0 at train.py:{line}; look first at rank 1")
+    assert (finding["ranks"], finding["place"]) == ([1], f"train.py:{line}")
 
 
 KILLED = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(3))\n"

@@ -500,7 +500,7 @@ HANGS = {  # what ranks have left; whom that names; words that it says
     "one waits for what another holds": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 acquire"],
         [2],
-        "a lock, a file or a queue: who holds that?",
+        "a lock, a file or a queue: who holds it?",
     ),
     "another source": (
         ["8 broadcast=0, 9 barrier ...", "8 broadcast=0 ...", "8 broadcast=2 ..."],

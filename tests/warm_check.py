@@ -70,7 +70,7 @@ class WarmJob(check.Job):
     def end(self, codes):
         """End the ranks that have not ended."""
         if self.hung:
-            self.ask_for_stacks()
+            self.ask_who_waits()
         for process, rank in self.ranks.items():
             if rank not in codes:
                 os.kill(process, 9)

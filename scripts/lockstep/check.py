@@ -22,7 +22,7 @@ import psutil
 
 from lockstep import lessons, run
 from lockstep.flags import Flags, whole
-from lockstep.watch import facts, read, report
+from lockstep.watch import facts, messages, read, report
 
 FOR_GPUS = re.compile(r"\bnccl\b|\bcuda\b|\baccelerator\b", re.IGNORECASE)
 STARTS_RANKS = re.compile(r"\bspawn\(|\bstart_processes\(|\bProcess\(")
@@ -165,7 +165,7 @@ class Job:
             children = psutil.Process(process.pid).children(recursive=True)
             if not self.hung and self.stands([process.pid, *(child.pid for child in children)]):
                 self.hung = True
-                self.ask_for_stacks()
+                self.ask_who_waits()
                 process.terminate()
 
     def stands(self, processes):
@@ -181,9 +181,14 @@ class Job:
             self.written, self.used, self.moved = written, used, time.monotonic()
         return time.monotonic() - self.moved > self.args.patience
 
-    def ask_for_stacks(self):
-        """Let each rank write down where it stands."""
-        for path in self.folder.glob("*.stack"):
+    def ask_who_waits(self):
+        """Let each rank write down its calls and where it stands. It has half a minute."""
+        stacks = [path for path in self.folder.glob("*.stack") if psutil.pid_exists(int(path.stem))]
+        (self.folder / messages.ASKED).touch()
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not all(s.with_suffix(".calls").exists() for s in stacks):
+            time.sleep(0.1)
+        for path in stacks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.stem), signal.SIGUSR1)
         time.sleep(0.5)

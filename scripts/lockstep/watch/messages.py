@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
@@ -18,6 +20,8 @@ COLLECTIVES += ["broadcast_object_list"]
 
 OF_A_LAUNCHER = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 OF_A_LAUNCHER += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+
+ASKED = "asked"  # a file in the folder of the facts: who waits for whom?
 
 _inside = []  # a collective that is made of others counts once
 
@@ -39,7 +43,7 @@ def join(init, instance, args, kwargs):
     """The rank joins its group, which meets on this machine, whatever address the script has."""
     import torch.distributed as dist
 
-    from lockstep.watch import end
+    from lockstep.watch import clinic, end
 
     facts.note("joining", where=facts.where())
     if "LOCKSTEP_WATCH_DEVICES" in os.environ:  # a check: all ranks are on this machine
@@ -54,10 +58,24 @@ def join(init, instance, args, kwargs):
     place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
     place["environment"] = {name: os.environ.get(name) for name in OF_A_LAUNCHER}
     facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
-    stack = open(os.path.join(facts.settings["folder"], f"{os.getpid()}.stack"), "w")  # noqa: SIM115
+    stack = open(path_of("stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     faulthandler.enable(stack)  # if C++ ends this process
+    clinic.take_notes()
+    threading.Thread(target=leave_calls_when_asked, args=[clinic], daemon=True).start()
     return result
+
+
+def path_of(kind):
+    """Return the path of a file of this process."""
+    return os.path.join(facts.settings["folder"], f"{os.getpid()}.{kind}")
+
+
+def leave_calls_when_asked(clinic):
+    """Write the last calls of this rank when the check has found that nobody moves."""
+    while not os.path.exists(os.path.join(facts.settings["folder"], ASKED)):
+        time.sleep(0.5)
+    clinic.write_calls(path_of("calls"))
 
 
 def here(address):

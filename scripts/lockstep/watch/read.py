@@ -9,8 +9,9 @@ from pathlib import Path
 class Rank:
     """What one rank did, in order: its epochs, forwards, updates, calls, and how it ended."""
 
-    def __init__(self, events, stack="", folder=None):
+    def __init__(self, events, stack="", calls=None, folder=None):
         self.events, self.stack, self.folder = events, stack, folder
+        self.last_calls = calls  # what clinic.write_calls has left in a hang, in bytes
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
         self.drawn, self.group, self.error, self.ended = [], None, None, None
@@ -185,13 +186,15 @@ def read(folder, by_torchrun):
             continue  # the process that has started the ranks
         stack = path.with_suffix(".stack")
         stack = stack.read_text() if stack.exists() else ""
-        ranks.append((start["at"], rank, events, stack, path.parent))
+        calls = path.with_suffix(".calls")
+        calls = calls.read_bytes() if calls.exists() else None
+        ranks.append((start["at"], rank, events, stack, calls, path.parent))
     jobs = []
-    for _, rank, events, stack, place in sorted(ranks, key=lambda one: one[:2]):
+    for _, rank, events, *left in sorted(ranks, key=lambda one: one[:2]):
         job = next((job for job in jobs if rank not in job), None)
         if job is None:
             jobs.append(job := {})
-        job[rank] = Rank(events, stack, place)
+        job[rank] = Rank(events, *left)
         job[rank].drawn += [event for event in workers[rank] if event["what"] == "drawn"]
     if jobs and 0 in jobs[-1]:
         jobs[-1][0].events += said  # what is told in the end, it tells for rank 0

@@ -1,5 +1,6 @@
-"""A job that stands still: who waits where."""
+"""A job that stands still: who waits where, and who holds up the others (lesson 19's functions)."""
 
+import pickle
 import re
 
 from lockstep.watch import facts
@@ -24,7 +25,30 @@ def judge(job, report):
             places.append(place)
     apart = [one.place for one in report.findings if one.kind == "messages differ"]
     place = next((place for place in apart + places if place), None)
-    report.found("hang", WRONG, f"the ranks wait for each other: {'; '.join(words)}", place, gone)
+    text = f"the ranks wait for each other: {'; '.join(words)}"
+    named, why = held_up_by(job)
+    if named:
+        text += f"; {why}; look first at rank {', '.join(map(str, named))}"
+        place = places[list(job).index(named[0])] or place
+    report.found("hang", WRONG, text, place, named or gone)
+
+
+def held_up_by(job):
+    """Return (the ranks that hold up the others, why), or ([], "") if nothing proves it."""
+    if not any(rank.last_calls for rank in job.values()):
+        return [], ""
+    from lockstep.watch import clinic  # only here: it imports torch
+
+    clinic.LIBRARY = re.compile(f"{clinic.LIBRARY.pattern}|^{re.escape(facts.OURS)}")
+    left = {}
+    for number, rank in job.items():
+        calls = [] if rank.ended else None
+        if rank.last_calls:
+            calls = clinic.history(pickle.loads(rank.last_calls), tuple(job))
+        left[number] = clinic.Left(clinic.looks(rank.stack), calls, bool(rank.ended))
+    named, lines = clinic.judge(left)
+    own = [line for line in lines if named and line.startswith(f"rank {named[0]} ")]
+    return named, (own or lines)[0]
 
 
 def stands(rank):
