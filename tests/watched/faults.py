@@ -46,6 +46,11 @@ SYNCED = {  # a script for GPUs, which the CPU plays
     "nn.Linear(16, 3))": "nn.Linear(16, 3)).cuda()",
     "    model.eval()\n": "",
 }
+CODES = (
+    "class Codes(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.register_buffer('codes', torch.zeros(16))\n\n    def forward(self, x):\n"
+    "        self.codes.lerp_(x.detach().mean(0), 0.1)\n        return x\n\n\n"
+)
 TENSOR_PARALLEL = (
     "torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module"
 )
@@ -133,6 +138,17 @@ FAULTS = {
         "other data",
         WRONG,
         "DataLoader(d",
+    ),
+    "a split of its own": (
+        D,
+        {
+            "Subset(data, range(83)), Subset(data, range(83, 120))": (
+                "torch.utils.data.random_split(data, [83, 37])"
+            )
+        },
+        "other data",
+        WRONG,
+        "DataLoader(data, 8, sampler",
     ),
     "labels of its own": (
         D,
@@ -333,6 +349,18 @@ FAULTS = {
         WRONG,
         "optimizer.step",
     ),
+    "the optimizer's state loaded on rank 0 only": (
+        D,
+        {
+            "    schedule = torch": (
+                "    if rank == 0:\n        averages = optimizer.state[model[0].weight]\n"
+                "        averages['momentum_buffer'] = torch.ones(16, 6)\n    schedule = torch"
+            )
+        },
+        "optimizer states differ",
+        WRONG,
+        "optimizer.step",
+    ),
     "one rank skips an update": (
         D,
         {STEP: SKIP + "            schedule"},
@@ -446,6 +474,13 @@ FAULTS = {
         {"nn.Dropout(0.1)": "nn.BatchNorm1d(16)", "rows.chunk(2), labels.chunk(2)": ONE_PART},
         "buffers differ",
         TO_KNOW,
+        "DistributedDataParallel(",
+    ),
+    "a codebook of each rank's own": (
+        D,
+        {"def make_data": CODES + "def make_data", "nn.Dropout(0.1)": "Codes()"},
+        "buffers of one's own",
+        NOT_MEANT,
         "DistributedDataParallel(",
     ),
     "BatchNorm, not sent": (

@@ -60,12 +60,14 @@ KINDS = {
     "replicas start apart": ("leave init_sync=True, or load the same weights on all ranks", "02"),
     "replicas differ": ("change parameters on all ranks alike, and before wrapping", "02"),
     "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),
-    "settings differ": ("set it alike on all ranks", "02"),
+    "settings differ": ("set it by what all ranks know alike: all-reduce a loss first", "02"),
+    "optimizer states differ": ("load the optimizer's state on all ranks, or on none", "06"),
     "in no optimizer": ("give it to the optimizer, or freeze it before wrapping", "02"),
     "no gradient at all": (NO_GRADIENT, "18"),
     "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
     "never changes": ("", "02"),
     "buffers differ": ("with few rows for each rank use SyncBatchNorm; rank 0's are saved", "09"),
+    "buffers of one's own": ("all-reduce what it is made from, if it is part of the model", "09"),
     "trains in eval mode": ("call model.train() after the evaluation", "09"),
     "tests in train mode": ("call model.eval() before the evaluation", "09"),
     "rows tested twice": ("give its loader sampler=range(rank, len(data), world_size)", "05"),
@@ -131,10 +133,13 @@ def some(names):
 
 
 def odd(values):
-    """Return the positions of the values that are not those of the most."""
+    """Return the positions of the values that are not those of the most; [] if none has a majority.
+
+    So of two ranks that differ neither is named.
+    """
     texts = list(map(str, values))
-    most = Counter(texts).most_common(1)[0][0]
-    return [number for number, text in enumerate(texts) if text != most]
+    most, times = Counter(texts).most_common(1)[0]
+    return [n for n, text in enumerate(texts) if text != most] if 2 * times > len(texts) else []
 
 
 def replicas(ranks):

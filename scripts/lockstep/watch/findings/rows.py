@@ -99,6 +99,9 @@ class Epoch:
         else:
             text = f"{again:,} {'row' if again == 1 else 'rows'} came twice in epoch {self.number}"
             known = self.first["replicas"] is not None
+            if self.parts and known:
+                text += ": the data is a Subset with other rows on each rank (random_split?)"
+                return report.found("other data", WRONG, text, self.place)
             why = "" if known else ", or the sampler repeats rows on purpose"
             text += f": do the ranks deal from one order?{why}"
             report.found("rows twice", WRONG if known else NOT_MEANT, text, self.place)

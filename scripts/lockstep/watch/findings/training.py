@@ -112,7 +112,7 @@ def judge_differing(one, number, name, away, ranks, report):
         text = f"in update {number} the model was called past DDP, so nothing was averaged"
         report.found("past DDP", WRONG, text, past)
     elif silent and models:
-        text = f"before update {number} the last backward was under no_sync(), so nothing was sent"
+        text = f"before update {number} the last backward was under no_sync(), so it sent nothing"
         report.found("no_sync", WRONG, text, silent)
     elif not models:
         sent = any(c["shape"] for rank in ranks for c in rank.calls)
@@ -189,12 +189,16 @@ def judge_settings(ranks, report):
     for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
         if len({len(u["settings"]) for u in one}) > 1:
             return
-        if others := odd([u["settings"] for u in one]):
-            groups = zip(one[0]["settings"], one[others[0]]["settings"], strict=True)
+        first, other = one[0], next((u for u in one if u["settings"] != one[0]["settings"]), None)
+        if other:
+            groups = zip(first["settings"], other["settings"], strict=True)
             key = next((k for g, h in groups for k in g if g[k] != h.get(k)), "groups")
             values = ", ".join(str(u["settings"][0].get(key)) for u in one)
             made = ranks[0].optimizers[one[0]["optimizer"]]["where"]
             text = f"at update {number} {key} is {values} on the ranks"
+            if number > 1:
+                text += ", and was alike before: does a scheduler follow each rank's own loss?"
+            others = odd([u["settings"] for u in one])
             report.found("settings differ", WRONG, text, made, others)
             return
     if any(rank.updates for rank in ranks):
@@ -217,6 +221,11 @@ def judge_replicas(one, number, ranks, report):
                 return True
             if moment == "before" and number > 1:
                 text += f", and were equal after update {number - 1}"
+            if moment == "after" and first_difference(one, "grads", names, ranks) is None:
+                text += ", from equal ones and with equal gradients: are its averages (momentum)"
+                text += " other ones, from a checkpoint that not all ranks have loaded?"
+                report.found("optimizer states differ", WRONG, text, place, who)
+                return True
             report.found("replicas differ", WRONG, text, place, who)
             return True
     return False
@@ -253,7 +262,7 @@ def replicas_differ(job, report):
         "replicas start apart",
     }
     if causes & {one.kind for one in report.findings}:
-        return  # then of course
+        return report.not_seen("parameters after each update: they differ after what was found")
     for number, one in enumerate([] if joins(ranks) else side_by_side(ranks), 1):
         if not replicas_of(one, ranks):
             return report.not_seen("parameters: the ranks' optimizers have different ones")
@@ -373,5 +382,10 @@ def buffers(job, report):
             place = wrapped.get("where")
             report.found("buffers differ", TO_KNOW if sent else NOT_MEANT, text + why, place)
         elif names:
-            text = f"the buffer {names[0]} differs between ranks at the end"
-            report.found("buffers differ", NOT_MEANT, text, wrapped.get("where"))
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            text = f"the buffer {names[0]}{more} differs between ranks at the end"
+            if wrapped.get("sends_buffers"):
+                text += ": DDP sends rank 0's before each forward, and what the others made is lost"
+            else:
+                text += ": nobody sends it (right, if it is of this rank alone)"
+            report.found("buffers of one's own", NOT_MEANT, text, wrapped.get("where"))
