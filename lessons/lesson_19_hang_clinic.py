@@ -17,7 +17,9 @@ import argparse
 import atexit
 import contextlib
 import faulthandler
+import functools
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -31,6 +33,7 @@ import time
 import weakref
 from collections import Counter, deque
 from datetime import timedelta
+from operator import and_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +54,7 @@ LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|^<")
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
 UNLISTED = {"new_group", "monitored_barrier"}  # all must come to these; in no list, or too late
+LOADER = "DataLoader"  # there a rank waits for a process that reads its data
 NEW = "new"  # stands for a group's name where a group is made: each new_group has its number
 NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()  # of take_notes
 
@@ -83,7 +87,8 @@ def leave_no_stacks():
 def way_of(frames):
     """Return the way through (file, line, function) that are yours, as "train.py:41"."""
     own = [(f, line) for f, line, name in frames if name != "noted" and not LIBRARY.search(f)]
-    return tuple(f"{os.path.basename(file)}:{line}" for file, line in reversed(own))
+    way = [f"{os.path.basename(file)}:{line}" for file, line in reversed(own)]
+    return tuple(place for place, _ in itertools.groupby(way))  # [f(x) for x in y] are two frames
 
 
 def where(text):
@@ -101,6 +106,8 @@ def where(text):
                 called = called or "Work.wait"  # the innermost: C++ has no frame of its own
             elif not LIBRARY.search(file):
                 break
+            elif file.endswith("torch/utils/data/dataloader.py"):
+                called = LOADER
             elif function != "wrapper" and not function.startswith("_"):
                 known = called in MEETINGS | PAIRS and function not in MEETINGS | PAIRS
                 called = called if known else function
@@ -172,8 +179,9 @@ def noting_groups(make):
             return make(ranks, *given, **options)
         members = range(dist.get_world_size()) if ranks is None else ranks
         made.append(members)
-        name = f"new_group of rank {listed(sorted(members))}"
+        name = f"new_group of {who(sorted(members))}"
         note = {"name": name, "group": NEW, "number": len(made), "waits": True}
+        note["members"] = tuple(members)
         note |= {"frames": frames_from(sys._getframe()), "time_created_ns": time.time_ns()}
         NOTES.append(note)
         group = make(ranks, *given, **options)
@@ -230,7 +238,7 @@ class Call(NamedTuple):
     waits: bool  # it has not come to its end
 
 
-def history(dump, everyone=()):
+def history(dump):
     """Return the calls of one rank in their order: of groups by the recorder, the rest by notes."""
     groups = dump["groups"]
     rooted = [note for note in dump["notes"] if "peer" in note]
@@ -247,7 +255,8 @@ def history(dump, everyone=()):
         way = way_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
         calls.append((entry["time_created_ns"], Call(way, *call, not entry["retired"])))
     for note in dump["notes"]:
-        call = note["name"], note["group"], "", note["number"], everyone, note["waits"]
+        members = note.get("members", ())
+        call = note["name"], note["group"], "", note["number"], members, note["waits"]
         if note["name"] in PAIRS:
             way = "to" if note["name"] == "send" else "from"
             operation = f"{note['name']} {way} {note['peer']}"
@@ -272,8 +281,8 @@ def read_left(folder):
     job may still have run when it was written.
     """
     counted = re.match(r"(\d+) ranks\n", Path(folder, "stacks_0").read_text())
-    seen, dumps, everyone = {}, {}, tuple(range(int(counted[1]) if counted else 0))
-    for rank in everyone:
+    seen, dumps = {}, {}
+    for rank in range(int(counted[1]) if counted else 0):
         path = Path(folder, f"stacks_{rank}")
         seen[rank] = looks(path.read_text()) if path.exists() else []
         path = Path(folder, f"calls_{rank}")
@@ -281,7 +290,7 @@ def read_left(folder):
             dump = pickle.loads(path.read_bytes())
             if dump["ended"] or stood_still(dump, path.stat().st_mtime):
                 dumps[rank] = dump
-    calls = {rank: history(dump, everyone) for rank, dump in dumps.items()}
+    calls = {rank: history(dump) for rank, dump in dumps.items()}
     ended = [rank for rank, dump in dumps.items() if dump["ended"]]
     return {r: Left(own, calls.get(r), r in ended) for r, own in seen.items()}
 
@@ -350,9 +359,12 @@ def judge(left):
     waits = all_waits(left)
     if not any(own.calls for own in left.values()) or not waits:
         gone = [rank for rank, own in left.items() if own.calls is None]
-        missing = f"no list of calls in which the job stands still: rank {listed(gone or '-')}"
-        advice = "so nobody is named; read the errors of all ranks, or let the job hang for longer"
-        return [], [missing, advice]
+        lines = [f"{who(gone or list(left))}: no list of calls, or one of a job that still ran"]
+        lines.append("read the errors of all ranks; if there are none, let the job hang for longer")
+        ended = [rank for rank, own in left.items() if own.ended]
+        if gone and ended:
+            lines.append(f"{who(ended)} came to the end of the program, the others did not: why?")
+        return [], lines
     if row := conflict(left):
         return named_in_conflict(row, waits, left)
     awaited = {rank for _, whom in waits.values() for rank in whom}
@@ -395,19 +407,27 @@ def named_at_the_end(ends, waits, left):
     for end in ends:
         callers = [rank for rank, (_, whom) in waits.items() if end in whom]
         call, whom = waits[callers[0]]
-        lines.append(f"rank {listed(callers)} waits for rank {end}: {told(call)}")
+        lines.append(f"{who(callers, 'waits', 'wait')} for rank {end}: {told(call)}")
         if len({way for way, _ in left[end].looks[-2:]}) > 1 and not left[end].ended:
             moves = f"rank {end} was elsewhere a look before: slow, or in a circle? Look again"
             return [], [*lines, moves]
         usual = been(callers[0], call, left) or any(c.way == call.way for c in left[end].calls)
         if len(callers) > len(whom) or (usual and not left[end].ended):
             named.append(end)
-            lines.append(f"if rank {end} waits there for a lock, a file or a queue: who holds it?")
         else:
-            many = f"has rank {listed(callers)} made a call too many"
-            lines.append(f"{many}, or rank {end} left it out?")
-            lines.append(f"or does rank {end} wait for a lock, a file, a queue that another holds?")
+            many = f"{who(callers, 'made', 'made')} a call too many"
+            lines.append(f"has rank {end} left this call out, or has {many}?")
+        if called_at_last(left[end]) == LOADER:
+            lines.append(f"rank {end} waits for a worker of its loader: see `py-spy dump` of that")
+        elif not left[end].ended:
+            lines.append(f"if rank {end} waits for something there, a lock, a file, a queue: then")
+            lines.append("the cause is the rank that should have given it back, or made it")
     return named if len(named) == len(ends) else [], lines
+
+
+def called_at_last(own):
+    """Return the library's function in which a rank stands, or ""."""
+    return own.looks[-1][1] if own.looks else ""
 
 
 def named_in_a_circle(waits, left):
@@ -427,7 +447,7 @@ def against(row, waits, left):
     """Return (who is wrong if {rank: call} stand against each other, why): who strayed or is alone.
 
     One against two that agree is a strong hint, unless they may have left a loop in which it goes
-    on. Those that wait for one side only count with the other side.
+    on. A rank of all these groups that waits for one side only counts with the other side.
     """
     missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
     named = [rank for rank in row if missing[rank]]
@@ -437,46 +457,83 @@ def against(row, waits, left):
     sides = {}
     for rank, call in row.items():
         sides.setdefault(call[1:5], []).append(rank)
-    for rank in set(waits) - set(row):
+    members = set.intersection(*(set(call.peers) for call in row.values())) if row else ()
+    for rank in set(members) - set(row):
         opposite = [side for side in sides.values() if not set(side) & set(waits[rank][1])]
         if len(opposite) == 1 < len(sides):
             opposite[0].append(rank)
     few, many = sorted(sides.values(), key=len) if len(sides) == 2 else ([], [])
     if len(few) == 1 < len(many) and all(call.number or call.peers for call in row.values()):
-        return alone(few, many, row, waits, left)
+        return alone(few, many, row, left)
     return [], read_all(row)
 
 
-def alone(few, many, row, waits, left):
-    """Return (the one against many, why); nobody if they may have left a loop it goes on in."""
+def alone(few, many, row, left):
+    """Return (the one against many, why); nobody if it is where it has been, and they elsewhere."""
     call = parting(few[0], row, left)
-    goes_on = been(few[0], call, left)
-    if goes_on and not any(been(r, row.get(r) or waits[r][0], left) for r in many):
+    elsewhere = all(row[rank].way != call.way for rank in many if rank in row)
+    if been(few[0], call, left) and elsewhere:
         return [], read_all(row)
-    hint = f"rank {few[0]} stands alone, a strong hint; it first differs at {told(call)}"
-    return few, [hint, "what it has left out it has left out before: look upwards from there"]
+    hint = f"rank {few[0]} is alone against {len(many)}, a strong hint: "
+    hint += f"it differs from here on: {told(call)}"
+    return few, [hint, "it is here, or before, that it has made a call too many, or left one out"]
 
 
 def read_all(row):
     """Return the line that says that nobody can be named."""
-    return [f"which of rank {listed(row)} is it? Their calls can't tell: read all their lines"]
+    if not row:
+        return ["no rank holds up another one, as far as their calls tell"]
+    return [f"which of {who(list(row))} is it? Their calls can't tell: read all their lines"]
 
 
 def been(rank, call, left):
     """Return whether a rank has called by the same way before."""
-    return sum(other.way == call.way for other in left[rank].calls) > 1
+    calls = left[rank].calls
+    before = calls[: calls.index(call)] if call in calls else calls
+    return any(other.way == call.way for other in before)
 
 
 def left_out(calls, last):
-    """Return what a rank has called in each round before that has led to this way, but not now."""
+    """Return what a rank has called each time before it came by this way again, but not now.
+
+    A loop may be around any line of the way, so the inner ones are tried first.
+    """
     calls = calls[: calls.index(last) + 1] if last in calls else []
-    here = [n for n, call in enumerate(calls) if call.way == last.way]
-    ends = enumerate(here[1:])
-    rounds = [Counter(map(told, calls[here[n] + 1 : end + 1])) for n, end in ends]
-    always = rounds[0] if len(rounds) > 2 else Counter()
-    for each in rounds[:-1]:
-        always &= each
-    return list(always - rounds[-1]) if always else []
+    for depth in range(len(last.way), 0, -1):
+        if missing := missing_between(turns(calls, last.way[:depth])):
+            return missing
+    return []
+
+
+def turns(calls, way):
+    """Return [[calls that begin by this way, the calls after them], ...], one for each round."""
+    rounds = []
+    for call in calls:
+        inside = call.way[: len(way)] == way
+        if inside and (not rounds or rounds[-1][1]):
+            rounds.append([[], []])
+        if rounds:
+            rounds[-1][0 if inside else 1].append(told(call))
+    return rounds
+
+
+def missing_between(rounds):
+    """Return the calls that are missing in the last round, or just before it.
+
+    Only what all rounds before had counts, and there must be two of them at least.
+    """
+    *before, now = rounds or [[[], []]]
+    own = before[0][0] if len(before) > 1 else []
+    if own and all(inside == own for inside, _ in before):
+        parted = next((n for n, call in enumerate(now[0][: len(own)]) if call != own[n]), None)
+        if parted is not None:
+            return [own[parted]]
+        if len(now[0]) > len(own):  # two rounds in one: nothing has come between them
+            return list(functools.reduce(and_, (Counter(after) for _, after in before)))
+    if len(before) > 2:
+        always = functools.reduce(and_, (Counter(after) for _, after in before[:-1]))
+        return list(always - Counter(before[-1][1]))
+    return []
 
 
 def parting(rank, row, left):
@@ -497,8 +554,14 @@ def parting(rank, row, left):
 
 
 def listed(ranks):
-    """Return some ranks in words."""
+    """Return some ranks as "0, 1"."""
     return ", ".join(map(str, ranks))
+
+
+def who(ranks, one="", more=""):
+    """Return some ranks in words, and a verb: "rank 0 waits", "ranks 0, 1 wait"."""
+    many = len(ranks) > 1
+    return f"rank{'s' if many else ''} {listed(ranks)} {more if many else one}".strip()
 
 
 def told(call):
@@ -521,8 +584,9 @@ def waiting(call, whom):
     elif call.number is None:
         what = f"{call.operation} in group {call.group}"
     else:
-        what = f"{call.operation}, {place(call)} (rank {listed(call.peers)})"
-    ends = f"waits for rank {listed(whom)}" if whom else "all have made it, or another in its place"
+        what = f"{call.operation}, {place(call)} ({who(call.peers)})"
+    number = "nobody is missing: all ranks of it have made a call with this number"
+    ends = f"waits for {who(whom)}" if whom else number
     return f"{what}: {ends}"
 
 
@@ -1359,8 +1423,8 @@ def claim_of(names, matrix, args):
 
 def read_files(folder):
     """Print what the ranks of any job have left in a folder; return 0, or 1 if it names nobody."""
-    named = ", ".join(map(str, tell(folder)))
-    print(f"rank {named} is named" if named else "nobody is named")
+    named = tell(folder)
+    print(who(named, "is named", "are named") if named else "nobody is named")
     return 0 if named else 1
 
 

@@ -316,9 +316,9 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     technique = source.partition("# --- The technique ---")[2].partition("# --- The patients")[0]
     imports = [line for line in source.splitlines() if re.match("import |from .* import ", line)]
     (tmp_path / "traces.py").write_text("\n".join(imports) + technique)
-    script = page_block("import os").replace("300)", "2.5)").replace("minutes=10", "seconds=12")
+    script = page_block("import os").replace("300)", "2.5)").replace("minutes=30", "seconds=12")
     assert script.count("2.5)") == 2 and "seconds=12" in script
-    script = script.replace("/shared/hang", str(tmp_path / "hang"))
+    script = script.replace("/tmp/hang", str(tmp_path / "hang"))
     (tmp_path / "train.py").write_text(
         f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{script}"
     )
@@ -354,7 +354,8 @@ def leave_files(folder, *ranks, seconds=10, apart=0):
             call = {"time_created_ns": 10**9 * moment, "frames": []}
             if mark == "+":
                 made = sum("+" in other for other in calls[: number + 1])
-                call |= {"name": f"new_group of rank {', '.join(peer)}", "group": lesson.NEW}
+                call |= {"name": f"new_group of ranks {', '.join(peer)}", "group": lesson.NEW}
+                call["members"] = tuple(map(int, peer))
                 frames = [("/home/me/train.py", int(line), "train")]
                 notes.append(call | {"number": made, "frames": frames, "waits": "..." in each})
             elif mark:
@@ -374,9 +375,11 @@ def leave_files(folder, *ranks, seconds=10, apart=0):
         (folder / f"calls_{rank}").write_bytes(pickle.dumps(dump))
         line, _, called = (stands or f"{line} {name}").partition(" ")
         text = f"{len(ranks)} ranks\n"
+        called, _, file = called.partition("@")
         for place in line.split("|"):
             text += "Stack (most recent call first):\n"
-            text += f'  File "/lib/python3.12/site-packages/torch/c10d.py", line 1 in {called}\n'
+            text += f'  File "/lib/python3.12/site-packages/torch/{file or "c10d"}.py", line 1'
+            text += f" in {called}\n"
             text += f'  File "/home/me/train.py", line {place} in train\n'
         (folder / f"stacks_{rank}").write_text(text)
 
@@ -405,6 +408,7 @@ def test_a_list_counts_if_the_job_stood_still(tmp_path):
 
 
 LOOP = "7 all_reduce, 7 all_reduce"
+TWO = "6 all_reduce, 6 all_reduce"
 STEP = "3 recv<1, 5 send>1, 7 all_reduce, "
 LAST = "3 recv<0, 5 send>0, 7 all_reduce, "
 MESH = "6 all_reduce/{}, 7 all_reduce/{}, 8 all_reduce, "
@@ -417,14 +421,14 @@ HANGS = {  # what ranks have left; whom that names; words that it says
     "or is the call one too many?": (
         [f"{LOOP}, 9 all_reduce ...", f"{LOOP}; 40 get"],
         [],
-        "has rank 0 made a call too many, or rank 1 left it out?",
+        "has rank 1 left this call out, or has rank 0 made a call too many?",
     ),
     "half are behind": ([f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}; 40 get"] * 2, [2, 3], "40"),
     "most are behind": ([f"{LOOP}, 7 all_reduce ..."] + [f"{LOOP}; 40 get"] * 2, [1, 2], "40"),
     "at the first call": (
         ["7 all_reduce ..."] * 2 + ["; 40 get"],
         [2],
-        "rank 0, 1 waits for rank 2",
+        "ranks 0, 1 wait for rank 2",
     ),
     "one is slow": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40|41 get"],
@@ -472,7 +476,7 @@ HANGS = {  # what ranks have left; whom that names; words that it says
     "two groups in the other order": (
         ["7 all_reduce ...", "7 all_reduce ...", "8 all_reduce/4 ..."],
         [2],
-        "rank 2 stands alone",
+        "rank 2 is alone against 2",
     ),
     "groups made in another order": (  # no call of the groups is wrong, and rank 1 hangs
         [
@@ -481,12 +485,12 @@ HANGS = {  # what ranks have left; whom that names; words that it says
             "6 new_group+12, 6 new_group+01, 7 all_reduce ...",
         ],
         [2],
-        "rank 2: new_group of rank 1, 2 at train.py:6",
+        "rank 2: new_group of ranks 1, 2 at train.py:6",
     ),
     "a new group that is in no list": (  # one against two, but for an unknown reason
         ["7 all_reduce ...", "; 9 new_group", "7 all_reduce ..."],
         [],
-        "new_group in group -: waits for rank 0, 2",
+        "new_group in group -: waits for ranks 0, 2",
     ),
     "a group's call made in the group of all": (
         [
@@ -495,22 +499,40 @@ HANGS = {  # what ranks have left; whom that names; words that it says
             "6 all_reduce, " * 4 + "6 all_reduce ...",
         ],
         [1],
-        "differs at all_reduce in group 0 at train.py:9",
+        "from here on: all_reduce in group 0 at train.py:9",
+    ),
+    "who is not in the group is no witness": (  # has 1 left a call of 0 and 1 out?
+        ["6 all_reduce, 7 all_reduce/1 ...", *["6 all_reduce, 6 all_reduce ..."] * 2],
+        [],
+        "which of ranks 0, 1 is it?",
+    ),
+    "a call left out after several by one line": (  # one call for each parameter
+        [
+            "6 all_reduce, 6 all_reduce, 7 all_reduce/1, " * 2 + f"{TWO}, 7 all_reduce/1 ...",
+            "6 all_reduce, 6 all_reduce, 7 all_reduce/1, " * 2 + f"{TWO}, 6 all_reduce ...",
+            "6 all_reduce, " * 6 + "6 all_reduce ...",
+        ],
+        [1],
+        "all_reduce in group 1 at train.py:7",
     ),
     "one waits for what another holds": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 acquire"],
         [2],
-        "a lock, a file or a queue: who holds it?",
+        "the cause is the rank that should have given it back",
     ),
     "another source": (
-        ["8 broadcast=0, 9 barrier ...", "8 broadcast=0 ...", "8 broadcast=2 ..."],
+        [
+            "8 broadcast=0, 8 broadcast=0, 9 barrier ...",
+            "8 broadcast=0, 8 broadcast=0 ...",
+            "8 broadcast=0, 8 broadcast=2 ...",
+        ],
         [2],
         "root 2",
     ),
     "of two, another source": (
         ["8 broadcast=0 ...", "8 broadcast=1 ..."],
         [],
-        "which of rank 0, 1",
+        "which of ranks 0, 1",
     ),
     "another size": (
         ["7 all_reduce ...", "7 all_reduce ...", "7 all_reduce*5 ..."],
@@ -525,17 +547,23 @@ HANGS = {  # what ranks have left; whom that names; words that it says
     "of two, another call": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}, 9 barrier ..."],
         [],
-        "which of rank 0, 1",
+        "which of ranks 0, 1",
     ),
     "one has left the loop": (
         [f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}, 9 barrier ..."],
         [2],
-        "differs at barrier in group 0 at train.py:9",
+        "from here on: barrier in group 0 at train.py:9",
     ),
     "two have left the loop": (
         [f"{LOOP}, 7 all_reduce ..."] + [f"{LOOP}, 9 barrier ..."] * 2,
         [],
         "which",
+    ),
+    "two have left out a call, and have been there in other rounds": (  # after two rounds only
+        ["7 all_reduce, 9 barrier, " * 2 + "7 all_reduce ..."]
+        + ["7 all_reduce, 9 barrier, " * 2 + "9 barrier ..."] * 2,
+        [],
+        "which of ranks 0, 1, 2",
     ),
     "two have left out a call of each round": (
         ["7 all_reduce, 9 barrier, " * 3 + "7 all_reduce ..."]
@@ -547,23 +575,29 @@ HANGS = {  # what ranks have left; whom that names; words that it says
         ["7 broadcast, 6 broadcast, 7 broadcast ..."]
         + ["7 broadcast, 7 broadcast, 8 all_reduce ..."] * 2,
         [0],
-        "differs at broadcast in group 0 at train.py:6",
+        "from here on: broadcast in group 0 at train.py:6",
     ),
     "main process first": (
         ["4 barrier, 7 all_reduce, 9 barrier ..."]
         + ["5 barrier, 7 all_reduce, 8 broadcast ..."] * 2,
         [0],
-        "differs at barrier in group 0 at train.py:9",
+        "from here on: barrier in group 0 at train.py:9",
     ),
     "the others have ended": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; ended"],
         [],
-        "too many, or rank 1",
+        "has rank 1 left this call out",
     ),
     "one has ended early": (
         [f"{LOOP}, 7 all_reduce ..."] * 2 + [f"{LOOP}; ended"],
         [2],
         "rank 2 has ended",
+    ),
+    "all have ended": ([f"{LOOP}; ended"] * 2, [], "no rank holds up another"),
+    "a worker of a loader": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 _next_data@utils/data/dataloader"],
+        [1],
+        "rank 1 waits for a worker of its loader",
     ),
     "a new group is for all": (
         [f"{LOOP}; 9 new_group"] * 2 + [f"{LOOP}; 40 get"],
@@ -660,7 +694,7 @@ def test_files_that_name_nobody(tmp_path, capsys):
     (tmp_path / "stacks_2").write_text("3 ranks\n")  # of an earlier job
     assert lesson.read_files(tmp_path) == 1  # a victim would be named as easily
     said = capsys.readouterr().out
-    assert "no list of calls in which the job stands still: rank 1\n" in said
+    assert "rank 1: no list of calls, or one of a job that still ran\n" in said
     (tmp_path / "calls_1").write_bytes((tmp_path / "calls_0").read_bytes())
     for rank, line in enumerate((3, 4)):
         stack = f'Stack (most recent call first):\n  File "train.py", line {line} in train\n'
