@@ -17,9 +17,7 @@ import argparse
 import atexit
 import contextlib
 import faulthandler
-import functools
 import inspect
-import itertools
 import json
 import os
 import pickle
@@ -33,7 +31,6 @@ import time
 import weakref
 from collections import Counter, deque
 from datetime import timedelta
-from operator import and_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +85,7 @@ def way_of(frames):
     """Return the way through (file, line, function) that are yours, as "train.py:41"."""
     own = [(f, line) for f, line, name in frames if name != "noted" and not LIBRARY.search(f)]
     way = [f"{os.path.basename(file)}:{line}" for file, line in reversed(own)]
-    return tuple(place for place, _ in itertools.groupby(way))  # [f(x) for x in y] are two frames
+    return tuple(dict.fromkeys(way))  # [f(x) for x in y] has two frames at one line
 
 
 def where(text):
@@ -529,11 +526,18 @@ def missing_between(rounds):
         if parted is not None:
             return [own[parted]]
         if len(now[0]) > len(own):  # two rounds in one: nothing has come between them
-            return list(functools.reduce(and_, (Counter(after) for _, after in before)))
+            return list(always_after(before))
     if len(before) > 2:
-        always = functools.reduce(and_, (Counter(after) for _, after in before[:-1]))
-        return list(always - Counter(before[-1][1]))
+        return list(always_after(before[:-1]) - Counter(before[-1][1]))
     return []
+
+
+def always_after(rounds):
+    """Return the calls that came after the others in each of these rounds, as a Counter."""
+    always = Counter(rounds[0][1])
+    for _, after in rounds:
+        always &= Counter(after)
+    return always
 
 
 def parting(rank, row, left):

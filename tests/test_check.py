@@ -17,6 +17,7 @@ from conftest import ROOT
 from lockstep.watch import read, report
 
 WATCHED = ROOT / "tests" / "watched"
+LESSON_03 = ROOT / "lessons" / "lesson_03_spawn_ddp.py"
 COMMAND = [sys.executable, ROOT / "scripts" / "lockstep", "check"]
 
 
@@ -176,6 +177,12 @@ def test_a_hang_names_who_waits_where(tmp_path):
     assert "rank 0 waits in all_reduce at train.py:" in finding["text"]
     assert finding["text"].endswith(f"barrier in group 0 at train.py:{line}; look first at rank 1")
     assert (finding["ranks"], finding["place"]) == ([1], f"train.py:{line}")
+
+
+def test_what_a_script_misses_when_its_ranks_have_left_is_no_fault():
+    """The launcher of lesson 03 reads a file that rank 0 writes after the last update."""
+    code, _, stderr = check("--updates", 2, LESSON_03)
+    assert (code, stderr) == (0, "")
 
 
 KILLED = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(3))\n"

@@ -44,8 +44,10 @@ def launch(lesson, deadline=1500, **flags):
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def check(script, edits=(), nproc=2, deadline=600):
+def check(script, edits=(), nproc=2, updates=50, deadline=600):
     """Return what `scripts/check.sh` says of a script after these edits: a list of findings.
+
+    After `updates` of an optimizer the script is ended; 0: it comes to its end.
 
     An edit is (text that is there once, text in its place). A finding is a dict with the keys of
     `--json`, among them `strength`, `text`, `place` (such as "train.py:41") and `ranks`. Raises
@@ -59,6 +61,7 @@ def check(script, edits=(), nproc=2, deadline=600):
         path = Path(folder, "train.py")
         path.write_text(text)
         command = ["bash", str(ROOT / "scripts" / "check.sh"), "--json", f"--nproc={nproc}"]
+        command.append(f"--updates={updates}")
         process = _run([*command, str(path)], "the check", deadline)
     if process.returncode not in (0, 1):
         raise LaunchFailed(process.stderr.strip(), process.stdout + process.stderr)

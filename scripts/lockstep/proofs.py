@@ -22,9 +22,14 @@ from lockstep.flags import Flags, whole
 
 
 def of_script(script):
-    """Return the proof of a lesson's script, a module; None if it has none."""
+    """Return the proof of a lesson's script, a module; None if it has none.
+
+    Under a check the script is one like any other, so it has none there.
+    """
     lesson = lessons.of_script(script)
-    return lesson and of_lesson(lesson)
+    if lesson is None or "LOCKSTEP_WATCH" in os.environ:
+        return None
+    return of_lesson(lesson)
 
 
 def of_lesson(lesson):

@@ -44,8 +44,9 @@ def what_stopped_it(job, jobs):
     """
     if job.hung and not jobs:
         return f"nothing has moved for {job.args.patience} s, and no rank has used torch"
-    if job.hung:
-        return None
+    ranks = [rank for one in jobs for rank in one.values()]
+    if job.hung or (ranks and all(rank.of("enough") for rank in ranks)):
+        return None  # after --updates the ranks left; what the script misses then is no fault
     killed = re.search(r"rank \d+ failed: killed by SIG\w+", job.output)
     if job.code == 0 or (any(map(lost, jobs)) and not killed):
         return None

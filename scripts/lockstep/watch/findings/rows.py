@@ -249,7 +249,8 @@ def evaluation(job, report):
         return None  # each rank has rows of its own
     twice = len(flat(dealt)) - len(set(flat(dealt)))
     if twice:
-        text = f"{twice} rows of the evaluation were counted twice: its sampler fills up"
+        rows = "row of the evaluation was" if twice == 1 else "rows of the evaluation were"
+        text = f"{twice} {rows} counted twice: its sampler fills up"
         report.found("rows tested twice", NOT_MEANT, text, first["where"])
     if any("calls" in rank.left_out for rank in ranks):
         return None
