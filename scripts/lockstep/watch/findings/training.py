@@ -219,8 +219,11 @@ def judge_replicas(one, number, ranks, report):
             if moment == "before" and number == 1 and not ranks[0].wrapped:
                 report.found("replicas start apart", WRONG, text, place, who)
                 return True
-            if moment == "before" and number > 1:
-                text += f", and were equal after update {number - 1}"
+            if moment == "before":
+                wrapping = "wrapping (has one rank loaded a checkpoint?)"
+                text += (
+                    f", and were equal after {f'update {number - 1}' if number > 1 else wrapping}"
+                )
             if moment == "after" and first_difference(one, "grads", names, ranks) is None:
                 text += ", from equal ones and with equal gradients: are its averages (momentum)"
                 text += " other ones, from a checkpoint that not all ranks have loaded?"
@@ -382,10 +385,12 @@ def buffers(job, report):
             place = wrapped.get("where")
             report.found("buffers differ", TO_KNOW if sent else NOT_MEANT, text + why, place)
         elif names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            text = f"the buffer {names[0]}{more} differs between ranks at the end"
+            which = f"the buffer {names[0]} differs"
+            if len(names) > 1:
+                which = f"the buffers {some(names)} differ"
+            text = f"{which} between ranks at the end"
             if wrapped.get("sends_buffers"):
                 text += ": DDP sends rank 0's before each forward, and what the others made is lost"
             else:
-                text += ": nobody sends it (right, if it is of this rank alone)"
+                text += ", and nobody sends them (right, if each rank shall have its own)"
             report.found("buffers of one's own", NOT_MEANT, text, wrapped.get("where"))
