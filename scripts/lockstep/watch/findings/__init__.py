@@ -36,6 +36,13 @@ OUTSIDE = (
     " after the average? Is a block in two checkpoints with use_reentrant=True?"
 )
 
+DATA = "give all ranks the same data and the same split: from one file, or with one fixed seed"
+OUTSIDE_OF_NO_SYNC = (
+    "the last forward and backward before an update must stand outside of no_sync()"
+)
+SETTINGS = "let it follow what all ranks know alike: of a loss, all-reduce the sum and the rows"
+BUFFERS = "all-reduce what each batch adds to them, before it is added; not the buffers themselves"
+
 # kind: (what to do, the lesson that tells why)
 KINDS = {
     "same rows": (SAMPLER, "02"),
@@ -46,11 +53,11 @@ KINDS = {
     "not shuffled": ("", "02"),
     "epoch left early": ("", "10"),
     "uneven rows": ("weigh the loss by the rows, or leave the last batch out", "10"),
-    "other data": ("give all ranks the same data: read it from one file, or fix its seed", "02"),
+    "other data": (DATA, "02"),
     "workers repeat rows": ("share the rows by get_worker_info() and by rank", "02"),
     "no exchange": ("wrap the model in DistributedDataParallel, or all-reduce each gradient", "02"),
     "past DDP": ("call the wrapped model, not the one inside", "02"),
-    "no_sync": ("leave no_sync() for the last forward and backward before the update", "10"),
+    "no_sync": (OUTSIDE_OF_NO_SYNC, "10"),
     "gradients differ": (OUTSIDE, "17"),
     "sum of gradients": ("divide by the number of ranks, or let DDP do it", "10"),
     "clipped too early": ("clip after the gradients are averaged", "10"),
@@ -58,16 +65,19 @@ KINDS = {
     "gradients pile up": ("call optimizer.zero_grad() before each backward", "10"),
     "replaced after wrapping": ("change the model first, then wrap it; or copy_() into it", "17"),
     "replicas start apart": ("leave init_sync=True, or load the same weights on all ranks", "02"),
-    "replicas differ": ("change parameters on all ranks alike, and before wrapping", "02"),
+    "replicas differ": (
+        "change parameters on all ranks alike; load a checkpoint on all ranks",
+        "02",
+    ),
     "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),
-    "settings differ": ("set it by what all ranks know alike: all-reduce a loss first", "02"),
-    "optimizer states differ": ("load the optimizer's state on all ranks, or on none", "06"),
+    "settings differ": (SETTINGS, "02"),
+    "optimizer states differ": ("load the optimizer's state on all ranks", "06"),
     "in no optimizer": ("give it to the optimizer, or freeze it before wrapping", "02"),
     "no gradient at all": (NO_GRADIENT, "18"),
     "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
     "never changes": ("", "02"),
     "buffers differ": ("with few rows for each rank use SyncBatchNorm; rank 0's are saved", "09"),
-    "buffers of one's own": ("all-reduce what it is made from, if it is part of the model", "09"),
+    "buffers of one's own": (BUFFERS, "09"),
     "trains in eval mode": ("call model.train() after the evaluation", "09"),
     "tests in train mode": ("call model.eval() before the evaluation", "09"),
     "rows tested twice": ("give its loader sampler=range(rank, len(data), world_size)", "05"),
