@@ -113,9 +113,13 @@ def where(text):
 
 
 def looks(text):
-    """Return where(...) of each time at which the process has written where it stands."""
+    """Return where(...) of each time at which the process has written where it stands.
+
+    Of several threads the main one is written last.
+    """
     parts = re.split("^(?:Stack|Timeout|Fatal)", text, flags=re.MULTILINE)[1:]
-    return [place for part in parts if (place := where(part))]
+    stacks = [part.rpartition("(most recent call first):") for part in parts]
+    return [place for _, begin, main in stacks if (place := where(begin + main))]
 
 
 def leave_calls(path, seconds=300):
@@ -145,6 +149,8 @@ def noting(name, call):
 
     def noted(group, *given, **options):
         work = call(group, *given, **options)
+        if threading.current_thread() is not threading.main_thread():
+            return work  # a listener may wait for ever
         with contextlib.suppress(Exception):  # no note is worth a job
             peer = given[1] if name in PAIRS else given[-1].rootRank
             note = {"name": name, "peer": dist.get_global_rank(group, peer), "waits": False}
@@ -202,22 +208,27 @@ def noting_waits(wait):
 
 
 def leave_last_calls(path):
-    """Write the calls of a rank that ends: in good order, or before its clock has rung."""
+    """Write the calls of a rank that ends: in good order, or by an error after more calls."""
     faulthandler.cancel_dump_traceback_later()  # not in a fork: it would wait for ever there
     leave_no_stacks()
     ended = not hasattr(sys, "last_value")  # that would be the error which has ended it
-    if ended or not os.path.exists(path):
-        write_calls(path, ended)
+    before = os.path.getmtime(path) if os.path.exists(path) else 0
+    write_calls(path, ended, None if ended else before)
 
 
-def write_calls(path, ended=False):
-    """Write recorder and notes of this rank to `path`. It is on unless TORCH_FR_BUFFER_SIZE=0."""
+def write_calls(path, ended=False, before=None):
+    """Write recorder and notes of this rank to `path`, if it has called since `before` (or None).
+
+    The recorder is on unless TORCH_FR_BUFFER_SIZE=0.
+    """
     began = time.time()
     unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
-    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()) | {"notes": list(NOTES)}
+    if before is not None and max(moments(dump), default=1) <= before:
+        return  # the list of the standstill is the better one
     groups = dict(dist.distributed_c10d._world.pg_names)
     groups = {name: dist.get_process_group_ranks(group) for group, name in groups.items()}
-    dump |= {"notes": list(NOTES), "groups": groups, "ended": ended}
+    dump |= {"groups": groups, "ended": ended}
     unfinished.write_bytes(pickle.dumps(dump))
     os.utime(unfinished, (began, began))  # later calls are not in it; the first dump takes seconds
     unfinished.rename(path)
@@ -292,12 +303,17 @@ def read_left(folder):
     return {r: Left(own, calls.get(r), r in ended) for r, own in seen.items()}
 
 
+def moments(dump):
+    """Return when the calls of a rank were made, in order, in seconds since 1970."""
+    return sorted(call["time_created_ns"] / 1e9 for call in dump["entries"] + dump["notes"])
+
+
 def stood_still(dump, moment):
     """Return whether the last call of a recorder was long before this moment.
 
     Long is a second, and twice as long as the rank has ever been silent between two calls.
     """
-    times = sorted(call["time_created_ns"] / 1e9 for call in dump["entries"] + dump["notes"])
+    times = moments(dump)
     gaps = [times[n + 1] - times[n] for n in range(len(times) - 1)]
     return moment - max(times, default=0) > max(1, 2 * max(gaps, default=0))
 
@@ -311,9 +327,10 @@ def waits_in(rank, left):
     own = left[rank]
     way, called = own.looks[-1] if own.looks and not own.ended else ((), "")
     calls = [call for call in own.calls if call.waits]
-    calls = [call for call in calls if call.number is None] or calls
-    if called not in MEETINGS | PAIRS or (not calls and called in ("forward", "backward")):
+    if called not in MEETINGS | PAIRS or (not calls and called in {"forward", "backward", *PAIRS}):
         return None, ()
+    here = [call for call in calls if call.way == way]
+    calls = here or [call for call in calls if call.number is None] or calls
     if not calls:  # a list that does not fit says nothing
         away = [r for r in left if not left[r].looks or left[r].looks[-1][1] != called]
         return Call(way, called, "-", "", None, (), True), away if called in UNLISTED else ()
@@ -341,13 +358,14 @@ def all_waits(left):
 def standing(left):
     """Return lines: where each rank stands, and for whom it waits, or what it has called last."""
     lines, waits = [], all_waits(left)
+    row = conflict(left) if waits else {}
     for rank, own in left.items():
         way, called = own.looks[-1] if own.looks else ((), "")
         stands = f"stands at {shown(way)}, in {called or 'its own code'}" if way else "has no stack"
         lines.append(f"rank {rank} {'has ended' if own.ended else stands}")
         call, whom = waits.get(rank, (None, ()))
         last = f"its last call: {told(own.calls[-1]) if own.calls else '-'}"
-        lines.append(f"    {waiting(call, whom) if call else last}")
+        lines.append(f"    {waiting(call, whom, call in row.values()) if call else last}")
     return lines
 
 
@@ -408,6 +426,9 @@ def named_at_the_end(ends, waits, left):
         if len({way for way, _ in left[end].looks[-2:]}) > 1 and not left[end].ended:
             moves = f"rank {end} was elsewhere a look before: slow, or in a circle? Look again"
             return [], [*lines, moves]
+        if pending := [call for call in left[end].calls if call.waits]:
+            lines.append(f"rank {end} has not finished {told(pending[0])}: does it wait for that?")
+            continue
         usual = been(callers[0], call, left) or any(c.way == call.way for c in left[end].calls)
         if len(callers) > len(whom) or (usual and not left[end].ended):
             named.append(end)
@@ -443,14 +464,19 @@ def named_in_a_circle(waits, left):
 def against(row, waits, left):
     """Return (who is wrong if {rank: call} stand against each other, why): who strayed or is alone.
 
-    One against two that agree is a strong hint, unless they may have left a loop in which it goes
-    on. A rank of all these groups that waits for one side only counts with the other side.
+    Who has strayed is named only if it is one of two, or fewer than half: the others may be right
+    to do what they have never done. One against two that agree is a strong hint, unless they may
+    have left a loop in which it goes on. A rank of all these groups that waits for one side only
+    counts with the other side.
     """
     missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
     named = [rank for rank in row if missing[rank]]
     if named and len(named) < len(row):
         always = "has always called before it came here, and not this time:"
-        return named, [f"rank {r} {always} {'; '.join(missing[r])}" for r in named]
+        lines = [f"rank {rank} {always} {'; '.join(missing[rank])}" for rank in named]
+        if 2 * len(named) < len(row) or len(row) == 2:
+            return named, lines
+        return [], [*lines, "or should all have left it out? They are not the fewer ones"]
     sides = {}
     for rank, call in row.items():
         sides.setdefault(call[1:5], []).append(rank)
@@ -581,16 +607,17 @@ def place(call):
     return f"call {call.number} of group {call.group}"
 
 
-def waiting(call, whom):
-    """Return in words for whom a call waits."""
+def waiting(call, whom, differs):
+    """Return in words for whom a call waits; or that ranks have another call in its place."""
     if call.group == NEW:
         what = call.operation.replace("new_group", place(call))
     elif call.number is None:
         what = f"{call.operation} in group {call.group}"
     else:
         what = f"{call.operation}, {place(call)} ({who(call.peers)})"
-    number = "nobody is missing: all ranks of it have made a call with this number"
-    ends = f"waits for {who(whom)}" if whom else number
+    all_here = "all have come, but not with the same call" if differs else "all have come"
+    all_here = all_here if call.group != "-" else "for whom is unknown"
+    ends = f"waits for {who(whom)}" if whom else all_here
     return f"{what}: {ends}"
 
 

@@ -515,6 +515,25 @@ HANGS = {  # what ranks have left; whom that names; words that it says
         [1],
         "all_reduce in group 1 at train.py:7",
     ),
+    "one asks again and again whether its call is complete": (  # 40: while not work.is_completed()
+        [f"{LOOP}, 7 all_reduce/1 ...; 40 get", *[f"{LOOP}, 7 all_reduce/4 ..."] * 2],
+        [],
+        "rank 0 has not finished all_reduce in group 1 at train.py:7",
+    ),
+    "an open call, and one that is waited for": (  # rank 0 waits in group 4, not in group 1
+        [
+            f"{LOOP}, 6 all_reduce/1 ..., 7 all_reduce/4 ...; 7 Work.wait",
+            f"{LOOP}, 7 all_reduce/4 ...",
+            f"{LOOP}; 40 get",
+        ],
+        [2],
+        "call 1 of group 4 (ranks 0, 1, 2): waits for rank 2",
+    ),
+    "a pipe of its own, and no message": (
+        [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 recv"],
+        [1],
+        "",
+    ),
     "one waits for what another holds": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 acquire"],
         [2],
@@ -568,8 +587,8 @@ HANGS = {  # what ranks have left; whom that names; words that it says
     "two have left out a call of each round": (
         ["7 all_reduce, 9 barrier, " * 3 + "7 all_reduce ..."]
         + ["7 all_reduce, 9 barrier, " * 3 + "9 barrier ..."] * 2,
-        [1, 2],
-        "all_reduce in group 0 at train.py:7",
+        [],  # or the one has called what was called in the first rounds only
+        "rank 2 has always called before it came here, and not this time: all_reduce in group 0",
     ),
     "one has called where it stood alone": (
         ["7 broadcast, 6 broadcast, 7 broadcast ..."]
