@@ -41,14 +41,14 @@ def refuse(args, world_size, ranks_here):
 def judge(job, args, started, launcher):
     """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
     rows, targets, model = lesson.make_rows(args.seed, torch.device("cpu"))
-    if wrong := claims.wrong_in_optimizer(job, model):
-        return claims.Verdict("the ranks train one model", [wrong], {}, [])
     shares = rows_of_each_step(job, rows)
+    if wrong := claims.wrong_in_optimizer(job, model) or wrong_in_rows(shares, args):
+        return claims.Verdict("the ranks train one model", [wrong], {}, [])
     by_rank, of_all, off = in_one_process(job, shares, rows, targets, model)
     pairs = chain(*(zip(values_of(rank), of_all, strict=False) for rank in job.values()))
     gap = claims.worst([abs(logged - loss) for logged, loss in pairs])
     wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
-    wrong += [claims.wrong_in_replicas(job), wrong_in_rows(shares, args)]
+    wrong += [claims.wrong_in_replicas(job)]
     if args.output == "all":
         claim = f"{started} ranks speak, and each logs the loss of its own rows"
         wrong += wrong_in_output(job, by_rank)
@@ -68,10 +68,13 @@ def judge(job, args, started, launcher):
 
 
 def rows_of_each_step(job, rows):
-    """Return the numbers of the rows that each rank's model was given: [[of rank 0, ...], ...]."""
+    """Return the numbers of the rows that each rank's model was given: [[of rank 0, ...], ...].
+
+    A row that is none of them has the number None.
+    """
     known = {mark: number for number, mark in enumerate(facts.row_checksums(rows))}
     steps = claims.steps(job)
-    return [[[known[mark] for mark in update["given"]] for update in step] for step in steps]
+    return [[[known.get(mark) for mark in update["given"]] for update in step] for step in steps]
 
 
 def in_one_process(job, shares, rows, targets, model):
@@ -133,12 +136,14 @@ def lines_to_tell(numbers):
 def wrong_in_rows(shares, args):
     """Each batch has its rows once, and in the end all rows have come."""
     batches = [[*chain(*parts)] for parts in shares]
-    often = math.ceil(args.batch_size / 100)
+    sizes, often = {len(batch) for batch in batches}, math.ceil(args.batch_size / 100)
+    come = {*chain(*batches)}
+    if None in come:
+        return "the ranks have other rows"
+    if sizes != {args.batch_size} or len(come) != min(args.steps * args.batch_size, 100):
+        return f"batches have {sizes} rows, and {len(come)} rows come in all"
     once = all(max(Counter(batch).values()) == often for batch in batches)
-    all_rows = len({*chain(*batches)}) == min(args.steps * args.batch_size, 100)
-    if once and all_rows and {len(batch) for batch in batches} == {args.batch_size}:
-        return None
-    return "the rows of a batch do not come once each"
+    return None if once else "the rows of a batch do not come once each"
 
 
 def wrong_in_training(args, of_all, off):
