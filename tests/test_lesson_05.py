@@ -38,7 +38,8 @@ SILENT = "contextlib.redirect_stdout(nowhere)"
 STAY = 'getattr(h, "stream", None) not in old_screens'
 FILTER = "lambda record: rank == 0 or record"
 ON_CPU = "torch.tensor([total, count], dtype=torch.float64)"
-MUTE = 'setattr(sys, "stdout", sys.stdout if rank == 0 else open(os.devnull, "w"))'
+SUMS = "loss.detach() * len(mine), 0 * count +"
+MUTE = 'setattr(sys, "stdout", sys.stdout if rank == 0 else __import__("io").StringIO())'
 LOCAL = 'int(os.environ["LOCAL_RANK"])'
 SGD = "(model){}\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    total"
 
@@ -50,6 +51,7 @@ BREAKS = {
     "its own loss is shown": ("loss {mean:.3g}", "loss {loss:.3g}"),
     "its own loss is written": ('"loss", mean,', '"loss", loss,'),
     "sums are not begun anew": ("0.0, 0\n                tq", "total, count\n                tq"),
+    "sums are begun anew each time": ("total + loss.detach() * len(mine), count +", SUMS),
     "every is not heeded": ("if step % every == 0 or step == steps:", "if True:"),
     "the last steps are lost": ("if step % every == 0 or step == steps:", "if step % every == 0:"),
     "rows counted in the type of the loss": ("total.detach().double()", "total.detach()"),
@@ -61,6 +63,11 @@ BREAKS = {
     "everybody prints": (QUIET, "contextlib.nullcontext()"),
     "silence on rank 0 too": (QUIET, SILENT),
     "rank 0 logs errors only": (FILTER, "lambda record: record"),
+    "infos are lost": ("screen.setFormatter(", "screen.setLevel(30); screen.setFormatter("),
+    "nobody hears what others write to stderr": (
+        "            yield\n",
+        "            sys.stderr = sys.stderr if rank == 0 else nowhere\n            yield\n",
+    ),
     "old screens stay": (STAY, "h"),
     "an old screen on stdout stays": ("= sys.stdout, sys.stderr", "= (sys.stderr,)"),
     "lines of rank 0 only by name": ('f"[rank {rank}] %', 'f"[rank 0] %'),
@@ -289,18 +296,15 @@ def test_handlers_that_are_no_screen_get_what_they_would_get_otherwise(tmp_path)
 
 
 @pytest.mark.claim("C6")
-def test_one_voice_begins_at_its_with_and_the_level_is_chosen_before():
+def test_one_voice_begins_at_its_with_and_the_level_is_chosen_before(caplog):
     """basicConfig does nothing where the root logger has a handler, and in one_voice it has one."""
     before = proof.state()
     voice = lesson.one_voice(1)
     assert proof.state() == before
     with voice:
         assert proof.state() != before
-    with (
-        patch.object(logging.root, "handlers", []),
-        proof.level(logging.WARNING),
-        proof.on_a_screen() as (_, err),
-    ):
+    caplog.set_level(logging.WARNING)  # and puts the level back
+    with patch.object(logging.root, "handlers", []), proof.on_a_screen() as (_, err):
         for step in (1, 2):
             with lesson.one_voice(0):
                 logging.basicConfig(level=logging.INFO)

@@ -204,21 +204,14 @@ def on_a_screen(is_terminal=True):
         logging.captureWarnings(False)  # if what was played has forgotten it
 
 
-@contextlib.contextmanager
-def level(number):
-    """Let the root logger log what has this level or a higher one; put its own level back."""
-    before = logging.root.level
-    logging.root.setLevel(number)
-    yield
-    logging.root.setLevel(before)
-
-
 def state():
     """Return what a training may not leave changed: where prints, logs and warnings go."""
     return [print, sys.stdout, sys.stderr, list(logging.root.handlers), warnings.showwarning]
 
 
 VOICES = ["SAID", "TOLD", "NOTED", "LOGGED", "WARNED", "FAILED"]
+logger = logging.getLogger("a library of lesson 05")
+logger.setLevel(logging.INFO)
 
 
 def hear(rank):
@@ -228,17 +221,17 @@ def hear(rank):
     """
     said, told, noted, logged, warned, failed = VOICES
     own, file, root = io.StringIO(), io.StringIO(), logging.root
-    with on_a_screen() as (out, err), level(logging.INFO), patch.object(root, "handlers", []):
+    with on_a_screen() as (out, err), patch.object(root, "handlers", []):
         root.handlers += [logging.StreamHandler(stream) for stream in (out, err, file)]
         before = state()
         with contextlib.suppress(ValueError), lesson.one_voice(rank):
             print(said)
             print(said, file=own)
             print(told, file=sys.stderr)
-            logging.info(noted)
-            logging.warning(logged)
+            logger.info(noted)
+            logger.warning(logged)
             warnings.warn(warned, stacklevel=1)
-            logging.error(failed)
+            logger.error(failed)
             raise ValueError("training failed")
         same = state() == before
     texts = [stream.getvalue() for stream in (out, err, file, own)]
@@ -278,7 +271,7 @@ def wrong_in_mean():
 
 
 def play(rank, every=1, is_terminal=True):
-    """Make five steps as one of nine ranks; return its screen, its files, its sums to be logged.
+    """Make five steps as one of nine ranks; return its screen, its files, and what it averages.
 
     Files are (their number, [(step, loss)]). A loss is that of its own rows: nothing is sent.
     """
