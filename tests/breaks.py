@@ -225,9 +225,17 @@ def verdicts_of_proof(lesson, sources, nproc, flags):
                 said[name] = False, failed
                 continue
             (job,) = read.read(place, by_torchrun=True)
-            verdict = proof.judge(job, args, nproc, "torchrun")
+            with patch.object(proof, "lesson", as_module(sources[name])):
+                verdict = proof.judge(job, args, nproc, "torchrun")
             said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
     return said
+
+
+def as_module(source):
+    """Return a script as a module, which the proof imports as it imports the reader's."""
+    module = types.ModuleType("script")
+    exec(compile(source, "script.py", "exec"), vars(module))
+    return module
 
 
 def run_watched(rank, world_size, sources, places, flags, values):
@@ -268,7 +276,7 @@ def run_main(rank, world_size, source, flags):
     """Run a script's main() on a rank, whose group exists already, as if it joined it."""
     import torch
     import torch.distributed as dist
-    from lockstep.watch import messages, models
+    from lockstep.watch import messages, models, output
 
     def join(*args, **kwargs):
         messages.join(lambda *args, **kwargs: None, None, args, kwargs)
@@ -292,6 +300,8 @@ def run_main(rank, world_size, source, flags):
         leave = lambda *_: models.note_states()  # noqa: E731
         stack.enter_context(patch.object(dist, "destroy_process_group", leave))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        output.listen()
         script["main"](script["parse_args"](flags))
 
 

@@ -58,7 +58,7 @@ def judge(job, args, started, launcher):
         "an update is not that of one process": all(off < 1e-12 for off in updates_off),
         "the loss has not fallen": losses[1] < losses[0],
     }
-    wrong = [sentence for sentence, holds in rules.items() if not holds]
+    wrong = claims.broken(rules)
     wrong += [claims.wrong_in_count(job, args.steps), claims.wrong_in_group(job, started)]
     wrong += [claims.wrong_in_replicas(job), claims.wrong_in_rows(job, 100, args.batch_size)]
     numbers = numbers_of(job, args, launcher) | {"world_size": started, "param_spread": spreads}

@@ -47,7 +47,7 @@ TABLE = (
     Lesson("02", "launch_ddp", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "wrapt")),
     Lesson("04", "init_methods", ITSELF, TORCH),
-    Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard")),
+    Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard", "wrapt")),
     Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
     Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),

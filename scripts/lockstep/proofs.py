@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -109,6 +110,7 @@ class Watch:
         """Print the verdict, and the numbers if `args` asks for JSON; return the exit code."""
         from lockstep.watch import claims, read
 
+        logging.disable(logging.NOTSET)  # torchrun, which ranks.py has silenced, has ended
         jobs = read.read(self.folder.name, by_torchrun=launcher != "none")
         if (
             jobs and 0 in jobs[0]

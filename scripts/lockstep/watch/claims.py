@@ -25,6 +25,11 @@ def steps(job):
     return [list(step) for step in zip(*(rank.updates for rank in job.values()), strict=False)]
 
 
+def broken(rules):
+    """Return the sentences of {sentence that says what is wrong: whether all is well}."""
+    return [sentence for sentence, holds in rules.items() if not holds]
+
+
 # --- The group ---
 
 

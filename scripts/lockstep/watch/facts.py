@@ -16,6 +16,7 @@ import zlib
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|<")
 LARGE, MOST = 2**24, 2**22  # of a model with so many numbers, so many are looked at
+MOST_ROWS = 4096  # of one batch
 RUN, BLOCK, WORDS = 16, 2**16, 2**12  # numbers side by side in a sample, or in a block
 # updates: numbers that are written of them; rows: of one loader, and of one line that calls a model
 ROOM = {"updates": 2**16, "rows": 2**16, "forwards": 2**12, "calls": 2**14}
@@ -190,7 +191,7 @@ def norm(tensor):
     return torch.linalg.vector_norm(flat(tensor)).item()
 
 
-def row_checksums(tensor, most=4096):
+def row_checksums(tensor, most=MOST_ROWS):
     """Return a checksum for each row, of at most 1,024 of its numbers; for at most `most` rows."""
     rows = tensor.detach()[:most].cpu()
     rows = rows.reshape(len(rows), -1) if len(rows) else rows.reshape(0, 1)

@@ -1,6 +1,7 @@
-"""What a rank prints, saves and writes: files, the names in a checkpoint, TensorBoard."""
+"""What a rank says, saves and writes: its screen, files, checkpoints' names, TensorBoard."""
 
 import builtins
+import functools
 import os
 import sys
 
@@ -20,6 +21,20 @@ def watch():
     around(torch, "save", save)
     wrapt.register_post_import_hook(watch_boards, "torch.utils.tensorboard.writer")
     sys.addaudithook(heard)
+    listen()
+
+
+def listen():
+    """For a proof: hear all that is written to the screen, by whomever, but for what C++ writes."""
+    if facts.settings["values"]:
+        for name in ("stdout", "stderr"):
+            around(getattr(sys, name), "write", functools.partial(write_to, name))
+
+
+def write_to(stream, write, instance, args, kwargs):
+    """Something is written to sys.stdout or sys.stderr: a part of a line, or several."""
+    facts.note("voice", stream=stream, text=args[0])
+    return write(*args, **kwargs)
 
 
 def say(function, instance, args, kwargs):
@@ -48,6 +63,8 @@ def save(function, instance, args, kwargs):
 def watch_boards(module):
     """TensorBoard is imported: torch does that only when it is asked to."""
     around(module.SummaryWriter, "__init__", board)
+    if facts.settings["values"]:
+        around(module.SummaryWriter, "add_scalar", scalar)
 
 
 def board(init, writer, args, kwargs):
@@ -55,6 +72,15 @@ def board(init, writer, args, kwargs):
     folder = args[0] if args else kwargs.get("log_dir")
     facts.note("board", folder=os.path.abspath(folder or "runs"), where=facts.where())
     return init(*args, **kwargs)
+
+
+def scalar(add, writer, args, kwargs):
+    """For a proof: a number is written for TensorBoard."""
+    given = dict(zip(("tag", "scalar_value", "global_step"), args, strict=False)) | kwargs
+    value = given["scalar_value"]
+    value = value.item() if hasattr(value, "item") else value
+    facts.note("scalar", tag=given["tag"], value=value, step=given.get("global_step"))
+    return add(*args, **kwargs)
 
 
 def heard(event, args):

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 
 
@@ -58,6 +59,7 @@ class Rank:
         trained = [] if "forwards" in self.left_out else trained
         event |= {"past": self._past, "mode": trained[-1]["train"] if trained else None}
         event["asked"] = self._asked
+        event["given"] = [*chain(*filter(None, self._rows))]  # checksums of what a model got
         self._rows, self._past, self._asked = [], [], []
         if self._last and "rows" not in self.left_out:
             self._last["trains"] = True
@@ -106,6 +108,10 @@ class Rank:
     def of(self, what):
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
+
+    def heard(self, stream):
+        """Return all that it has written to "stdout" or to "stderr", as one text."""
+        return "".join(event["text"] for event in self.of("voice") if event["stream"] == stream)
 
     def values(self, update):
         """Return {"before", "gradients", "after"} of an update: {name: vector}; None if not kept.
