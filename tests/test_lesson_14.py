@@ -57,6 +57,13 @@ BREAKS = {
     ),
     "not by the seed": ("DistributedSampler(data, seed=seed)", "DistributedSampler(data)"),
     "a step too few": ("if done == steps:", "if done == steps - 1:"),
+    "all ranks on one machine": ('os.environ.get("GROUP_RANK", 0)', "0"),
+    "the places in another order": ("return everyone\n", "return everyone[::-1]\n"),
+    "a flag that torchrun does not know": ('f"--nnodes={nodes}"', 'f"--nodes={nodes}"'),
+    "a rank that goes on alone": (
+        "places = who_is_where()",
+        "places = who_is_where(); model.bias.data += places[rank]['node']",
+    ),
 }
 
 
