@@ -79,7 +79,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
                 zip(sources, pool.map(verdict_of_warm_run, places, repeat(words)), strict=True)
             )
     elif lesson.proof.exists():
-        said = verdicts_of_proof(lesson, sources, nproc, words)
+        said = verdicts_of_proof(lesson, sources, nproc, words, machines)
     else:
         said = run(verdicts, nproc, sources, words, machines, deadline=1500)[0]
     judge_breaks(said)
@@ -207,10 +207,20 @@ Path(folder, f"{framework}.found").write_bytes(pickle.dumps(found))
 """
 
 
+def tell_place(rank, world_size, machines):
+    """Tell a rank what its launcher would: the first ones are on the first machine."""
+    most = -(-world_size // machines)
+    node, local_rank = divmod(rank, most)
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
+    place |= {"GROUP_RANK": node, "LOCAL_WORLD_SIZE": min(most, world_size - node * most)}
+    place |= {"GROUP_WORLD_SIZE": machines, "MASTER_ADDR": "10.14.0.1", "MASTER_PORT": 29500}
+    os.environ |= {name: str(value) for name, value in place.items()}
+
+
 # --- Lessons that are watched from outside ---
 
 
-def verdicts_of_proof(lesson, sources, nproc, flags):
+def verdicts_of_proof(lesson, sources, nproc, flags, machines):
     """Return {name: (passed, claim)} of what the lesson's proof says of each source."""
     proof, said = proofs.of_lesson(lesson), {}
     args = proofs.read_flags(lesson.script, flags, nproc, nproc)
@@ -218,7 +228,8 @@ def verdicts_of_proof(lesson, sources, nproc, flags):
         places = {name: str(Path(folder, str(n))) for n, name in enumerate(sources)}
         for place in places.values():
             Path(place).mkdir()
-        ended = run(run_watched, nproc, sources, places, flags, proof.KEEP_VALUES, deadline=1500)
+        given = sources, places, flags, proof.KEEP_VALUES, machines
+        ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
             if failed:  # the script's own words, and no PASS
@@ -238,7 +249,7 @@ def as_module(source):
     return module
 
 
-def run_watched(rank, world_size, sources, places, flags, values):
+def run_watched(rank, world_size, sources, places, flags, values, machines):
     """Run each source on this rank, watched; return {name: why it could not be, or None}."""
     from lockstep.watch import facts, hooks
 
@@ -248,6 +259,7 @@ def run_watched(rank, world_size, sources, places, flags, values):
         if number == 0:
             hooks.start()
         forget()
+        tell_place(rank, world_size, machines)
         try:
             run_main(rank, world_size, source, flags)
             ended[name] = None
@@ -281,7 +293,6 @@ def run_main(rank, world_size, source, flags):
     def join(*args, **kwargs):
         messages.join(lambda *args, **kwargs: None, None, args, kwargs)
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
     sys.modules["script"] = types.ModuleType("script")
     exec(compile(source, "script.py", "exec"), script)
@@ -334,12 +345,7 @@ def verdict(rank, world_size, source, flags, machines):
     import torch
     import torch.distributed as dist
 
-    node, local_rank = divmod(rank, -(-world_size // machines))
-    here = [other for other in range(world_size) if other // -(-world_size // machines) == node]
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
-    place |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": machines, "LOCAL_WORLD_SIZE": len(here)}
-    place |= {"MASTER_ADDR": "10.14.0.1", "MASTER_PORT": 29500}
-    os.environ |= {name: str(value) for name, value in place.items()}
+    tell_place(rank, world_size, machines)
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
     sys.modules["script"] = types.ModuleType("script")  # what looks its own module up finds one
     exec(compile(source, "script.py", "exec"), script)

@@ -733,6 +733,7 @@ except SystemExit:  # as a module in C may do, NumPy's for example
     pass
 """
 IN_AN_IMPORT = "import importlib; importlib.import_module('swallows').time.sleep(1000)"
+FAILS_THEN = "import swallows; raise RuntimeError('another one has ended')"
 IN_A_START = """
 import multiprocessing, os, signal, time
 from multiprocessing import util
@@ -750,7 +751,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("script", [IN_AN_IMPORT, IN_A_START], ids=["an import", "a start"])
+@pytest.mark.parametrize(
+    "script", [IN_AN_IMPORT, IN_A_START, FAILS_THEN], ids=["an import", "a start", "and fails"]
+)
 def test_who_is_asked_to_end_in_the_middle_of_something_ends_after_it(place, script):
     (place["cwd"] / "swallows.py").write_text(SWALLOWS)
     (place["cwd"] / "script.py").write_text(script)

@@ -9,13 +9,13 @@ import sys
 import time
 
 import cloudpickle
-import lesson_14_several_machines as lesson
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import ROOT, finish, start_lesson, start_program
+from lockstep.watch import sockets
 from nbtools import RankFailed, free_ports, run
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
@@ -57,6 +57,13 @@ BREAKS = {
     ),
     "not by the seed": ("DistributedSampler(data, seed=seed)", "DistributedSampler(data)"),
     "a step too few": ("if done == steps:", "if done == steps - 1:"),
+    "all ranks on one machine": ('os.environ.get("GROUP_RANK", 0)', "0"),
+    "the places in another order": ("return everyone\n", "return everyone[::-1]\n"),
+    "a flag that torchrun does not know": ('f"--nnodes={nodes}"', 'f"--nodes={nodes}"'),
+    "a rank that goes on alone": (
+        "places = who_is_where()",
+        "places = who_is_where(); model.bias.data += places[rank]['node']",
+    ),
 }
 
 
@@ -85,7 +92,7 @@ def test_two_launchers_make_one_job(default_run):
 @pytest.mark.slow
 @pytest.mark.claim("E13")
 def test_the_launcher_of_2019_works_too(lesson_run):
-    finished = lesson_run(14, "--nproc", 3, "--launcher", "launch")
+    finished = lesson_run(14, "--nproc", 3, "--launcher", "launch", "--batch-size", 3)
     assert finished.returncode == 0, finished.stderr
     places = [(rank["node"], rank["local_rank"]) for rank in finished.json["ranks"]]
     assert places == [(0, 0), (0, 1), (1, 0)] and finished.open_ports == []
@@ -93,7 +100,7 @@ def test_the_launcher_of_2019_works_too(lesson_run):
 
 def test_a_look_at_the_sockets_leaves_none_open():
     before = os.listdir("/dev/fd")
-    lesson.sockets_of_this_process()
+    sockets.of_this_process()
     assert os.listdir("/dev/fd") == before
 
 

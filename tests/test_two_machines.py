@@ -54,7 +54,8 @@ def test_two_jobs_at_once_each_on_two_machines_and_a_slow_cable_makes_every_step
     jobs = [start("14", "--nproc", 3), start(*slow)]
     first, second = map(finish, jobs)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "rank 2: node 1, local rank 0, at 10.14.0.2; meets 0, 1 at 10.14.0.1" in first.stdout
+    assert "rank 2: node 1, local rank 0, on machine1" in first.stdout
+    assert "rank 2 is at 10.14.0.2 and meets 0, 1 at 10.14.0.1" in first.stdout
     assert "digits, 2 ranks over gloo" in second.stdout
     parameters = parameters_to_vector(lesson_03_spawn_ddp.make_model().parameters())
     bits = STEPS * parameters.numel() * 32  # in each step a rank sends its gradients once

@@ -53,10 +53,14 @@ def leave(signal_number, frame):
     program would go on, or make an ImportError of it. A process that multiprocessing has started,
     but not yet told what to do, would print a traceback.
     """
+    asked.append(signal_number)
     if not _is_busy(frame):
         sys.exit(128 + signal_number)
     signal.signal(signal.SIGALRM, lambda _, later: leave(signal_number, later))
     signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+
+asked = []  # the signals by which we were asked to end, as leave() has heard them
 
 
 def _is_busy(frame):

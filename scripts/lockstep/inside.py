@@ -21,6 +21,7 @@ def main(arguments):
         signal.signal(signal_number, ending.leave)
     watcher = os.getppid()
     code = run(how, script, flags)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # ending.leave may still wait
     end_ranks(watcher)
     ending.leave_with(code)
 
@@ -53,15 +54,24 @@ def run(how, script, flags):
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
         lines = str(stop.code).strip().splitlines()
-        print("\n".join(lines if ending.verbose() else lines[-1:]), file=sys.stderr)
-        return 1
+        return fail("\n".join(lines if ending.verbose() else lines[-1:]))
     except Exception as error:
         if ending.verbose():
             traceback.print_exc()
         failed = ending.of_spawned(error) or f"{os.path.basename(script)} failed: "
-        print(failed + ending.reason(error), file=sys.stderr)
-        return 1
+        return fail(failed + ending.reason(error))
     return 0
+
+
+def fail(text):
+    """Say why, and return the exit code; of who was asked to end, it is a consequence, and silent.
+
+    In a rehearsal, for example, the launcher of the first machine may end before that of the other.
+    """
+    if ending.asked:
+        return 128 + ending.asked[0]
+    print(text, file=sys.stderr)
+    return 1
 
 
 def run_watched(script, flags):

@@ -56,7 +56,7 @@ TABLE = (
     Lesson("11", "how_fast", TORCHRUN, TORCH),
     Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
     Lesson("13", "tensor_and_hybrid", TORCHRUN, TORCH),
-    Lesson("14", "several_machines", REHEARSAL, TORCH),
+    Lesson("14", "several_machines", REHEARSAL, (*TORCH, "wrapt")),
     Lesson(
         "15",
         "four_frameworks",

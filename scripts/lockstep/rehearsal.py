@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parent
 def main(script, arguments):
     """Start both launchers, wait for them, and return the exit code."""
     own, flags = ranks.read_flags(script, arguments, fewest=2, default=4)
-    ranks.check(script, own.nproc, flags, ranks.Job())
+    if own.nproc > 8 or set(flags) - {"--json"}:  # else importing torch takes longer than we wait
+        ranks.check(script, own.nproc, flags, ranks.Job())
     addresses = two_addresses()
     launchers = []
     with network.listen_at(addresses[0]) as listener:  # nobody else can take this port any more
@@ -50,7 +51,8 @@ def start(script, node, own, flags, addresses, listener):
     environment = os.environ | {"LOCKSTEP_PARENT": str(os.getpid())}
     environment |= {"LOCKSTEP_NODES": ",".join(addresses), "LOCKSTEP_NODE_RANK": str(node)}
     environment |= {"LOCKSTEP_STORE": f"{addresses[0]} {port} 60"}
-    environment |= {"LOCKSTEP_ADDRESS": addresses[node]}
+    environment |= {"LOCKSTEP_ADDRESS": addresses[node], "LOCKSTEP_RANKS": str(own.nproc)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # both machines would take the same GPUs
     if node == 0:
         environment["LOCKSTEP_LISTENER"] = str(listener.fileno())
     command = [sys.executable, PACKAGE, "inside", TORCHRUN, script]

@@ -4,6 +4,7 @@ import faulthandler
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,7 +44,7 @@ def join(init, instance, args, kwargs):
     """The rank joins its group, which meets on this machine, whatever address the script has."""
     import torch.distributed as dist
 
-    from lockstep.watch import clinic, end
+    from lockstep.watch import clinic, end, sockets
 
     facts.note("joining", where=facts.where())
     if "LOCKSTEP_WATCH_DEVICES" in os.environ:  # a check: all ranks are on this machine
@@ -57,6 +58,8 @@ def join(init, instance, args, kwargs):
     end.watch_this_rank()
     place = {"rank": dist.get_rank(), "world": dist.get_world_size()}
     place["environment"] = {name: os.environ.get(name) for name in OF_A_LAUNCHER}
+    if facts.settings["values"]:
+        place |= {"host": socket.gethostname(), **sockets.of_this_process()}
     facts.note("group", **place, backend=str(dist.get_backend()), where=facts.where())
     stack = open(path_of("stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
