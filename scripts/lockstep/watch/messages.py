@@ -1,6 +1,7 @@
 """The group, and the collectives and messages that the script calls itself, in order."""
 
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -44,7 +45,7 @@ def join(init, instance, args, kwargs):
     """The rank joins its group, which meets on this machine, whatever address the script has."""
     import torch.distributed as dist
 
-    from lockstep.watch import clinic, end, sockets
+    from lockstep.watch import end, sockets
 
     facts.note("joining", where=facts.where())
     if "LOCKSTEP_WATCH_DEVICES" in os.environ:  # a check: all ranks are on this machine
@@ -64,8 +65,7 @@ def join(init, instance, args, kwargs):
     stack = open(path_of("stack"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     faulthandler.enable(stack)  # if C++ ends this process
-    clinic.take_notes()
-    threading.Thread(target=leave_calls_when_asked, args=[clinic], daemon=True).start()
+    be_ready_for_a_hang()
     return result
 
 
@@ -74,8 +74,17 @@ def path_of(kind):
     return os.path.join(facts.settings["folder"], f"{os.getpid()}.{kind}")
 
 
+@functools.cache
+def be_ready_for_a_hang():
+    """Note messages, and write the last calls of this rank when the check finds that all stand."""
+    from lockstep.watch import clinic
+
+    clinic.take_notes()
+    threading.Thread(target=leave_calls_when_asked, args=[clinic], daemon=True).start()
+
+
 def leave_calls_when_asked(clinic):
-    """Write the last calls of this rank when the check has found that nobody moves."""
+    """Wait until a file says that nobody moves, then write the last calls of this rank."""
     while not os.path.exists(os.path.join(facts.settings["folder"], ASKED)):
         time.sleep(0.5)
     clinic.write_calls(path_of("calls"))
