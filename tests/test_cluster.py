@@ -20,6 +20,7 @@ import yaml
 from conftest import ENVIRONMENT, ROOT, finish, free_port, start_program
 from lockstep import network, ranks, ssh
 from lockstep.two_machines.namespaces import TwoMachines
+from torch.distributed import HashStore
 
 CLUSTER = ROOT / "scripts" / "cluster"
 LOOPBACK = "127.0.0.1,127.0.0.2"
@@ -228,6 +229,19 @@ def test_a_first_machine_that_does_not_listen_or_can_not_is_named(monkeypatch):
         SystemExit, match=rf"machine 0 \(ada\): no answer at 127.0.0.1, port {port}"
     ):
         ranks.wait_for_first_machine(ranks.Job())
+
+
+def test_who_waits_for_the_other_machines_hears_a_signal(monkeypatch):
+    """Else a launcher that is asked to end would be killed later, and leave its folder."""
+    monkeypatch.setenv("LOCKSTEP_NODES", "ada,bob")
+    monkeypatch.setenv("LOCKSTEP_STORE", "127.0.0.1 0 20")
+    store = HashStore()
+    before = signal.signal(signal.SIGALRM, lambda *_: store.set("machine/1", ""))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        ranks.check_in(store, ranks.Job())
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- A real Slurm ---

@@ -187,7 +187,7 @@ def test_copied_blocks_are_equal_to_the_letter():
     """The frame, `join_group`, and the blocks that several lessons share."""
     texts = {path.stem: text_of(path) for path in SCRIPTS.values()}
     texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
-    shared = ["join_group", "whole", "conclude", "make_toy", "steps_per_epoch", "wrong_in_rows"]
+    shared = ["join_group", "whole", "conclude", "make_toy"]
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}

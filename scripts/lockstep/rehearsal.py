@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from lockstep import network, ranks, ssh
@@ -23,7 +24,11 @@ def main(script, arguments):
         ranks.check(script, own.nproc, flags, ranks.Job())
     addresses = two_addresses()
     launchers = []
-    with network.listen_at(addresses[0]) as listener:  # nobody else can take this port any more
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        network.listen_at(addresses[0]) as listener,  # nobody else can take this port any more
+    ):
+        os.environ["TMPDIR"] = folder  # what a launcher leaves that is killed goes with it
         try:
             for node in (0, 1):
                 launchers.append(start(script, node, own, flags, addresses, listener))
