@@ -59,8 +59,8 @@ def judge(seen, args, started, launcher):
     batches = [*zip(rows.split(args.batch_size), targets.split(args.batch_size), strict=True)]
     devices = find_devices(started)
     with torch.autograd.set_multithreading_enabled(False):
-        off = {"one device": off_by(steps, *on_one_device(toy, batches))}
-        off["nn.DataParallel"] = off_by(steps, *by_the_library(toy, batches, devices))
+        off = {"one device": off_by(steps, toy, batches, ["cpu"])}
+        off["nn.DataParallel"] = off_by(steps, toy, batches, devices, wrapped=True)
         wrong = [wrong_in_numbers(far, whose) for whose, far in off.items()]
         pairs = zip(steps, cycle(batches), strict=False)
         wrong += [wrong_in_step(step, toy, *batch, devices) for step, batch in pairs]
@@ -77,25 +77,14 @@ def judge(seen, args, started, launcher):
 # --- The numbers of a step ---
 
 
-def on_one_device(model, batches):
-    """Return what `off_by` compares with: the model, as it is called, and the batches."""
-    alone = place(model, "cpu")
-    return alone, alone, batches
-
-
-def by_the_library(model, batches, devices):
-    """Return the same for nn.DataParallel."""
-    twin = place(model, devices[0])
-    library = nn.DataParallel(twin, [device.index for device in devices])
-    assert len(library.device_ids) == len(devices), "nn.DataParallel does not use these devices"
-    return twin, library, [[place(part, devices[0]) for part in batch] for batch in batches]
-
-
-def off_by(steps, model, forward, batches):
-    """Return {what: how far steps are from those of a training with forward(rows)}."""
-    sgd, far = torch.optim.SGD(model.parameters(), lr=0.1), {"a gradient": [], "an update": []}
+def off_by(steps, model, batches, devices, wrapped=False):
+    """Return {what: how far steps are from training on one device, or with nn.DataParallel}."""
+    model, far = place(model, devices[0]), {"a gradient": [], "an update": []}
+    forward = nn.DataParallel(model, [device.index for device in devices]) if wrapped else model
+    assert not wrapped or len(forward.device_ids) == len(devices), "it does not use these devices"
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, batch in zip(steps, cycle(batches), strict=False):
-        theirs = gradient_of(model, forward, *batch)
+        theirs = gradient_of(model, forward, *(place(part, devices[0]) for part in batch))
         sgd.step()
         after = as_vector(model.parameters())
         far["a gradient"].append(claims.off(step.gradient.numpy(), theirs.numpy()))
@@ -157,7 +146,7 @@ def wrong_in_hard_cases(toy, rows, targets, devices):
             step = watch_step(model, *batch, devices)
         except RuntimeError as error:  # for example: tensors of several devices were mixed
             return f"with a buffer: {error}"
-        off = off_by([step], *on_one_device(model, [batch]))
+        off = off_by([step], model, [batch], ["cpu"])
         wrong = wrong_in_step(step, model, *batch, devices) or wrong_in_numbers(off, "one device")
         if wrong:
             return f"with a buffer, and {len(batch[0])} rows: {wrong}"

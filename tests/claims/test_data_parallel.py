@@ -55,8 +55,8 @@ def test_one_process_and_one_process_per_replica_give_the_same_gradient():
     pids, numbers, theirs = zip(*nbtools.run(ddp_step, 2), strict=True)
     assert len({os.getpid(), *pids}) == 3  # every rank is a process of its own
     assert sorted(itertools.chain(*numbers)) == list(range(30))
-    for gradient in theirs:
-        assert torch.allclose(gradient, ours, rtol=0, atol=1e-12)
+    for other in theirs:
+        assert torch.allclose(other, ours, rtol=0, atol=1e-12)
 
 
 @pytest.mark.claim("A8")

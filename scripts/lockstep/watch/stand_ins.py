@@ -9,7 +9,6 @@ import os
 import sys
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -86,18 +85,18 @@ def register_stand_ins():
 def replace_what_needs_cuda():
     """Give nn.DataParallel in Python what it has in C++, for CUDA only; and say: no nccl."""
 
-    def copy_to(tensor, index):
-        return tensor.to(torch.device("standin", index))
+    def send(tensors, devices):
+        places = (torch.device("standin", device) for device in devices)
+        return [tensor.to(place) for tensor, place in zip(tensors, places, strict=False)]
 
     def scatter_in_python(tensor, devices, sizes, dim, streams):
-        parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
-        return [copy_to(part, device) for part, device in zip(parts, devices, strict=False)]
+        return send(tensor.chunk(len(devices), dim), devices)
 
     def gather_in_python(tensors, dim, device):
-        return torch.cat([copy_to(tensor, device) for tensor in tensors], dim)
+        return torch.cat(send(tensors, [device] * len(tensors)), dim)
 
     def broadcast_in_python(tensors, devices, buffer_size):
-        return [[copy_to(tensor, device) for tensor in tensors] for device in devices]
+        return [send(tensors, [device] * len(tensors)) for device in devices]
 
     library = sys.modules["torch.nn.parallel.data_parallel"]
     library._get_available_device_type = lambda: "standin"  # where there is another kind as well
@@ -119,8 +118,4 @@ def find_devices(count):
 
 def place(thing, device):
     """Return a copy of a model, or of a tensor, on `device`."""
-    if isinstance(thing, torch.Tensor):
-        return thing.detach().to(device, copy=True)
-    sent = {id(buffer): place(buffer, device) for buffer in thing.buffers()}
-    sent |= {id(p): nn.Parameter(place(p, device), p.requires_grad) for p in thing.parameters()}
-    return copy.deepcopy(thing, memo=sent)  # what is used twice is one tensor again
+    return copy.deepcopy(thing).to(device)
