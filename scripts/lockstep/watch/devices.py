@@ -10,6 +10,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.watch.facts import row_checksums
+
 KINDS = ("rows", "parameters", "outputs", "gradients of the outputs", "gradients")
 MOVED = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}  # which argument
 
@@ -17,7 +19,7 @@ MOVED = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}  #
 class Step(NamedTuple):
     """One update, and what led to it."""
 
-    visits: list  # (device, rows) of each call of a linear layer, by device
+    visits: list  # (device, checksums of the rows) of each call of a linear layer, by device
     together: bool  # whether as many layers as were expected have waited for each other
     copies: list  # (what, of KINDS, source, target, bytes)
     outside: int  # rows that mse_loss got
@@ -90,7 +92,7 @@ class Watch(Copies):
         """An update is made."""
         parameters = optimizer.param_groups[0]["params"]
         copies = [copy for copy in self.copies if None not in copy]
-        visits = sorted((device, rows.cpu().tolist()) for device, rows in self.visits)
+        visits = sorted((device, row_checksums(rows)) for device, rows in self.visits)
         seen = visits, not self.meeting.broken, copies, self.outside
         self.steps.append(Step(*seen, gradient(parameters), as_vector(parameters)))
         self.copies, self.visits = [], []
