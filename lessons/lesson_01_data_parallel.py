@@ -75,7 +75,7 @@ def train(model, batches, devices, steps):
         rows, targets = batches[step % len(batches)]
         optimizer.zero_grad()
         outputs = data_parallel(model, rows, devices)  # nn.DataParallel(model)(rows)
-        loss = mse_loss(outputs, targets)  # on the master, over the whole batch
+        loss = mse_loss(outputs, targets)  # on the master, over all rows
         loss.backward()  # each copy above sends its gradient back the way it came
         optimizer.step()  # only here: the replicas are thrown away
 
