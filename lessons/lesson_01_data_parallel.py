@@ -114,13 +114,10 @@ def main(args):
     print("devices:", *devices)
     rows, targets, model = make_toy(args.seed)
     before = mse_loss(model(rows), targets)
-    model.to(devices[0])
-    placed = rows.to(devices[0]), targets.to(devices[0])
-    batches = list(zip(*(part.split(args.batch_size) for part in placed), strict=True))
-    train(model, batches, devices, args.steps)
+    parts = (part.to(devices[0]).split(args.batch_size) for part in (rows, targets))
+    train(model.to(devices[0]), list(zip(*parts, strict=True)), devices, args.steps)
     after = mse_loss(model.cpu()(rows), targets)
-    losses = f"{before:.3g} before, {after:.3g} after {args.steps} steps"
-    print(f"loss on all 100 rows: {losses}")
+    print(f"loss on all 100 rows: {before:.3g} before, {after:.3g} after {args.steps} steps")
 
 
 def parse_args(argv=None):
