@@ -6,8 +6,16 @@ import lesson_01_data_parallel as lesson
 import pytest
 import torch
 from breaks import check_breaks
+from conftest import run_lesson
+from lockstep import lessons, proofs
+from lockstep.watch import stand_ins
+from lockstep.watch.devices import Watch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.utils import backend_registration
+
+proof = proofs.of_lesson(lessons.find("01"))
+SOURCE = Path(lesson.__file__).read_text()
 
 COPY = 12 * 8  # bytes of one copy of the parameters: a layer 5 -> 2 in float64
 
@@ -41,10 +49,6 @@ BREAKS = {
         "parts = [part for i in range(len(devices)) if len(part := rows[i :: len(devices)])]",
     ),
     "replicas for idle devices": ("for device in devices[: len(parts)]]", "for device in devices]"),
-    "frozen replicas": (
-        "{id(tensor): tensor.to(device) for tensor in tensors}",
-        "{id(tensor): tensor.detach().to(device) for tensor in tensors}",
-    ),
     "buffers stay at home": ("[*model.parameters(), *model.buffers()]", "[*model.parameters()]"),
     "one replica frozen": (
         "{id(tensor): tensor.to(device) for tensor in tensors}",
@@ -100,8 +104,12 @@ def one_thread_for_backward():
 @pytest.mark.claim("A1", "A5", "A6")
 @pytest.mark.parametrize("nproc", ROWS_INSIDE)
 def test_main_passes_and_counts(nproc):
-    passed, claim, result = lesson.main(lesson.parse_args(["--nproc", str(nproc)]))
-    assert passed and "one device and of nn.DataParallel" in claim
+    args = proofs.read_flags(lesson.__file__, [f"--nproc={nproc}"], 1, 1)
+    with proof.watched(args) as seen:
+        lesson.main(args)
+    verdict = proof.judge(seen, args, nproc, "none")
+    assert verdict.wrong == [] and "one device and of nn.DataParallel" in verdict.claim
+    result = verdict.numbers
     assert result["rows_per_replica"] == ROWS_INSIDE[nproc]
     assert result["rows_outside"] == [30, 30, 30, 10]
     copies = [len(parts) - 1 for parts in ROWS_INSIDE[nproc]]  # devices without rows get nothing
@@ -129,42 +137,42 @@ class Awkward(nn.Module):
 @pytest.mark.parametrize("size", [30, 10, 7, 1])
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_ours_and_the_library_are_one_device(count, size):
-    """Rows are counted by a hook in the model, outputs compared in order, and gradients."""
-    devices, alone = lesson.find_devices(count), Awkward()
+    """Rows are counted by a hook in the layers, outputs compared in order, and gradients."""
+    devices, alone = stand_ins.find_devices(count), Awkward()
     rows, targets = torch.rand(2, size, 5, dtype=torch.float64)
-    here = [lesson.place(thing, devices[0]) for thing in (rows, targets)]
-    model = lesson.place(alone, devices[0])
-    parts = lesson.parts_of(rows, devices)
+    here = [stand_ins.place(thing, devices[0]) for thing in (rows, targets)]
+    model = stand_ins.place(alone, devices[0])
+    model.two.weight = model.one.weight  # a stand-in has no memory that `to` could fill again
+    parts = proof.parts_of(rows, devices)
     library = nn.DataParallel(model, list(range(count)))
-    expected = lesson.gradient_of(alone, alone, rows, targets)
+    expected = proof.gradient_of(alone, alone, rows, targets)
     for forward in (lambda x: lesson.data_parallel(model, x, devices), library):
-        with lesson.visits_of(model, len(parts)) as visits:
+        with Watch(len(parts)) as seen:
             outputs = forward(here[0]).detach().cpu()
         assert (outputs - alone(rows)).abs().max() < 1e-12
-        assert [len(visit.rows) for visit in visits] == [len(part) for part in parts]
-        assert [visit.device for visit in visits] == list(range(len(parts)))
-        assert all(visit.together for visit in visits)
-        assert (lesson.gradient_of(model, forward, *here) - expected).abs().max() < 1e-12
+        inside = sorted((device, len(rows)) for device, rows in seen.visits)
+        assert inside == sorted([*enumerate(map(len, parts))] * 2)  # two layers
+        assert not seen.meeting.broken
+        assert (proof.gradient_of(model, forward, *here) - expected).abs().max() < 1e-12
 
 
 def test_the_technique_alone_runs_in_another_file():
     """Its imports and its functions, on devices that are all the CPU."""
-    text = Path(lesson.__file__).read_text()
-    imports = "\n".join(line for line in text.splitlines() if line.startswith(("import", "from")))
-    technique = text.partition("# --- The technique ---")[2].partition("# --- The proof ---")[0]
+    imports, _, rest = SOURCE.partition('"""\n\n')[2].partition("# --- The technique ---")
+    technique = rest.partition("# --- The example ---")[0]
     mine = {}
     exec(imports + technique, mine)
     rows, targets, model = lesson.make_toy(0)
-    before = lesson.mse_loss(model(rows), targets)
+    before = mse_loss(model(rows), targets)
     mine["train"](model, [(rows, targets)], [torch.device("cpu")] * 2, 40)
-    assert lesson.mse_loss(model(rows), targets) < before / 10
+    assert mse_loss(model(rows), targets) < before / 10
 
 
 # --- Stand-ins ---
 
 
 def test_stand_ins_behave_like_devices():
-    first, second = lesson.find_devices(2)
+    first, second = stand_ins.find_devices(2)
     module = nn.BatchNorm1d(3, device=second)
     module(torch.rand(4, 3).to(second)).sum().backward()
     assert {t.device for t in (module.weight.grad, module.running_mean)} == {second}
@@ -185,13 +193,13 @@ def test_stand_ins_behave_like_devices():
 def test_a_torch_without_stand_ins_says_so(monkeypatch):
     monkeypatch.delattr(backend_registration, "_setup_privateuseone_for_python_backend")
     with pytest.raises(SystemExit, match="can't make stand-ins"):
-        lesson.register_stand_ins.__wrapped__()
+        stand_ins.register_stand_ins.__wrapped__()
 
 
 @pytest.mark.gpu
 @pytest.mark.claim("A1", "A2", "A5")
 def test_on_gpus():
-    devices = lesson.find_devices(torch.cuda.device_count())
-    assert devices[0].type == "cuda"
-    numbers, problem = lesson.measure(devices, steps=8, batch_size=30)
-    assert problem is None and numbers["max_diff_to_data_parallel"] < 1e-12
+    gpus = torch.cuda.device_count()
+    result = run_lesson(1, "--json", "--nproc", gpus, "--steps", 8).json
+    assert result["passed"] and result["device"] == "cuda"
+    assert result["max_diff_to_data_parallel"] < 1e-12

@@ -4,6 +4,9 @@ from unittest import mock
 
 import lesson_01_data_parallel as lesson
 import torch
+from lockstep.watch.devices import Copies, Watch, gradient
+from lockstep.watch.stand_ins import find_devices, place
+from proofs.lesson_01 import gradient_of, parts_of
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -45,13 +48,13 @@ def check_scales_inputs(attempt):
     if start != 1:
         return f"before the first call `largest` must be 1, as in the module given; it is {start:g}"
     for count in (2, 3):
-        devices = lesson.find_devices(count)
-        module = lesson.place(attempt(), devices[0])
+        devices = find_devices(count)
+        module = place(attempt(), devices[0])
         parallel = nn.DataParallel(module, list(range(count)))
         expected = 1.0
         for call, scales in enumerate([(0.5, 0.7, 0.2), (3, 9, 2), (7, 2, 8), (4, 8, 1)], start=1):
             parts, before = make_parts(count, scales), float(module.largest)
-            outputs = parallel(lesson.place(torch.cat(parts), devices[0])).detach().cpu()
+            outputs = parallel(place(torch.cat(parts), devices[0])).detach().cpu()
             wanted = expected_outputs(module, parts, expected)
             expected = max(expected, parts[0].abs().max().item())
             problem = wrong_value(float(module.largest), expected, before)
@@ -130,26 +133,25 @@ def check_loss_inside_step(attempt):
 def examine_step(attempt, count, size):
     """Let the attempt do one step; return what is wrong with it, or None."""
     rows, targets, alone = lesson.make_toy(seed=1)
-    devices = lesson.find_devices(count)
+    devices = find_devices(count)
     rows, targets = rows[:size], targets[:size]
-    wanted = lesson.gradient_of(alone, alone, rows, targets)
-    model = lesson.place(alone, devices[0])
-    here = lesson.place(rows, devices[0]), lesson.place(targets, devices[0])
-    parts = [len(part) for part in lesson.parts_of(rows, devices)]
-    visiting, copies = lesson.visits_of(model, len(parts)), lesson.Copies()
-    with visiting as visits, copies, watch_threads(copies.found):
+    wanted = gradient_of(alone, alone, rows, targets)
+    model = place(alone, devices[0])
+    here = place(rows, devices[0]), place(targets, devices[0])
+    parts = [len(part) for part in parts_of(rows, devices)]
+    with Watch(len(parts)) as seen, watch_threads(seen.copies):
         loss = attempt(model, *here, devices)
-    inside = [len(visit.rows) for visit in visits]
+    inside = [len(part) for _, part in sorted(seen.visits, key=lambda visit: visit[0])]
     if inside != parts:
         return f"the replicas must see {parts} rows; they saw {inside}"
-    if not all(visit.together for visit in visits):
+    if seen.meeting.broken:
         return "the replicas do not compute at the same time"
     if any(parameter.grad is None for parameter in model.parameters()):
         return "there is no gradient in the master's model"
-    difference = (lesson.gradient(model) - wanted).abs().max().item()
+    difference = (gradient(model.parameters()) - wanted).abs().max().item()
     if not difference < 1e-12:
         return f"the gradient is off by {difference:.3g}"
-    if problem := too_many_bytes(copies.found, rows[parts[0] :], targets[parts[0] :], len(parts)):
+    if problem := too_many_bytes(seen.copies, rows[parts[0] :], targets[parts[0] :], len(parts)):
         return problem
     loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
     if loss is None or not abs(float(loss) - mse_loss(alone(rows), targets).item()) < 1e-9:
@@ -163,12 +165,12 @@ def too_many_bytes(copies, rows, targets, parts):
     Each part beside the master's costs a model and a loss, and their gradients on the way back.
     """
     model_and_loss = (96 + 8) * (parts - 1)
-    from_others = sum(nbytes for source, _, nbytes in copies if source not in (0, None))
+    from_others = sum(nbytes for _, source, _, nbytes in copies if source not in (0, None))
     if from_others > model_and_loss:  # wherever it goes: also by way of the CPU
         return (
             f"the master received {from_others} bytes; gradients and losses need {model_and_loss}"
         )
-    from_master = sum(nbytes for source, _, nbytes in copies if source in (0, None))
+    from_master = sum(nbytes for _, source, _, nbytes in copies if source in (0, None))
     allowed = model_and_loss + rows.nbytes + targets.nbytes
     if from_master > allowed:
         return f"the master sent {from_master} bytes; a part and a model for each need {allowed}"
@@ -184,9 +186,9 @@ def watch_threads(found):
 
     def watched(replica):
         def call(part):
-            with lesson.Copies() as copies:
+            with Copies() as copies:
                 output = replica(part)
-            found.extend(copies.found)
+            found.extend(copies.copies)
             return output
 
         return call

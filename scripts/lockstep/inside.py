@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from lockstep import ending, lessons, proofs, ranks, rehearsal
-from lockstep.lessons import REHEARSAL, TORCHRUN
+from lockstep.lessons import ONE_PROCESS, REHEARSAL, TORCHRUN
 
 
 def main(arguments):
@@ -47,7 +47,7 @@ def run(how, script, flags):
             return rehearsal.main(script, flags)
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         if proofs.of_script(script):
-            return run_watched(script, flags)
+            return run_watched(how, script, flags)
         sys.argv = [script, *flags]
         ending.run_script(script)
     except SystemExit as stop:
@@ -74,14 +74,16 @@ def fail(text):
     return 1
 
 
-def run_watched(script, flags):
-    """Run a lesson that starts its own ranks, watched, and judge it; return the exit code."""
+def run_watched(how, script, flags):
+    """Run a lesson that starts its own ranks, or has none, and judge it; return the exit code."""
+    args = proofs.read_flags(script, flags, 1, 1)
+    sys.argv = [script, *[flag for flag in flags if flag != "--json"]]
+    if how == ONE_PROCESS:
+        return proofs.run_in_one_process(script, args)
     from lockstep.watch import hooks
 
-    args = proofs.read_flags(script, flags, 1, 1)
     sys.path.append(str(lessons.ROOT / "scripts"))  # a spawned rank gets this path
     with proofs.Watch(script) as seen:
         hooks.start()  # the ranks find them by themselves; with one rank it is this process
-        sys.argv = [script, *[flag for flag in flags if flag != "--json"]]
         ending.run_script(script)
         return seen.judge(args, args.nproc, "none")

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep import lessons
+from lockstep import ending, lessons
 from lockstep.flags import Flags, whole
 
 
@@ -118,14 +118,27 @@ class Watch:
             verdict = self.proof.judge(jobs[0], args, started, launcher)
         else:
             verdict = claims.Verdict("the ranks train", ["rank 0 was not seen"], {}, [])
-        passed = not verdict.wrong
-        for line in verdict.lines:
-            print(line)
-        print("PASS" if passed else "FAIL", "; ".join([verdict.claim, *verdict.wrong]))
-        if args.json:
-            number = int(lessons.of_script(self.script).number)
-            print(json.dumps({"lesson": number} | verdict.numbers | {"passed": passed}))
-        return 0 if passed else 1
+        return tell(verdict, self.script, args)
+
+
+def tell(verdict, script, args):
+    """Print a verdict, and the numbers if `args` asks for JSON; return the exit code."""
+    passed = not verdict.wrong
+    for line in verdict.lines:
+        print(line)
+    print("PASS" if passed else "FAIL", "; ".join([verdict.claim, *verdict.wrong]))
+    if args.json:
+        number = int(lessons.of_script(script).number)
+        print(json.dumps({"lesson": number} | verdict.numbers | {"passed": passed}))
+    return 0 if passed else 1
+
+
+def run_in_one_process(script, args):
+    """Run a lesson that has no ranks, in hooks of its proof, and judge it; return the exit code."""
+    proof = of_script(script)
+    with proof.watched(args) as seen:
+        ending.run_script(script)
+    return tell(proof.judge(seen, args, args.nproc, "none"), script, args)
 
 
 # --- Several machines ---

@@ -12,6 +12,9 @@ import lesson_01_data_parallel as lesson
 import nbtools
 import pytest
 import torch
+from lockstep.watch.devices import gradient
+from lockstep.watch.stand_ins import find_devices, place
+from proofs import lesson_01 as proof
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
@@ -38,29 +41,29 @@ def ddp_step(rank, world_size):
     numbers = list(DistributedSampler(range(30), world_size, rank, shuffle=False))
     replica = nn.parallel.DistributedDataParallel(model)
     mse_loss(replica(rows[numbers]), targets[numbers]).backward()
-    return os.getpid(), numbers, lesson.gradient(model)
+    return os.getpid(), numbers, gradient(model.parameters())
 
 
 @pytest.mark.claim("A2")
 def test_one_process_and_one_process_per_replica_give_the_same_gradient():
     rows, targets, alone = lesson.make_toy(0)
-    devices = lesson.find_devices(2)
-    model = lesson.place(alone, devices[0])
-    here = [lesson.place(part[:30], devices[0]) for part in (rows, targets)]
+    devices = find_devices(2)
+    model = place(alone, devices[0])
+    here = [place(part[:30], devices[0]) for part in (rows, targets)]
     with torch.autograd.set_multithreading_enabled(False):
-        ours = lesson.gradient_of(model, lambda x: lesson.data_parallel(model, x, devices), *here)
+        ours = proof.gradient_of(model, lambda x: lesson.data_parallel(model, x, devices), *here)
     pids, numbers, theirs = zip(*nbtools.run(ddp_step, 2), strict=True)
     assert len({os.getpid(), *pids}) == 3  # every rank is a process of its own
     assert sorted(itertools.chain(*numbers)) == list(range(30))
-    for gradient in theirs:
-        assert torch.allclose(gradient, ours, rtol=0, atol=1e-12)
+    for other in theirs:
+        assert torch.allclose(other, ours, rtol=0, atol=1e-12)
 
 
 @pytest.mark.claim("A8")
 def test_weights_are_saved_from_the_module_inside():
     _, _, model = lesson.make_toy(0)
-    devices = lesson.find_devices(2)
-    wrapped = nn.DataParallel(lesson.place(model, devices[0]), [0, 1])
+    devices = find_devices(2)
+    wrapped = nn.DataParallel(place(model, devices[0]), [0, 1])
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
     assert list(wrapped.module.state_dict()) == ["weight", "bias"]
 
