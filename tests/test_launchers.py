@@ -643,12 +643,20 @@ if __name__ == "__main__":
     main()
 """
 SPAWNS = (ROOT / "templates" / "smallest_spawn.py").read_text()
+MEETS = '    store = dist.FileStore(f"{folder}'  # late, without its folder: it tries for minutes
+LATE_SPAWNS = SPAWNS.replace(MEETS, f"    import time\n    time.sleep(5 * rank)\n{MEETS}")
 
 
-@pytest.mark.parametrize("script, own", [(SPAWNS, 1), (AT_LOCALHOST, 1), (JOINS, 0)])
+@pytest.mark.parametrize("script, own", [(LATE_SPAWNS, 1), (AT_LOCALHOST, 1), (JOINS, 0)])
 def test_under_torchrun_a_script_that_starts_its_own_ranks_is_refused(place, script, own):
+    """And nobody is left of it: a process that is still on its way would keep stderr open."""
     (place["cwd"] / "script.py").write_text(script)
-    code, stderr = call(*WATCHED, "torchrun", "script.py", **place)
+    with open(place["cwd"] / "stderr", "w") as file:
+        code, _ = call(*WATCHED, "torchrun", "script.py", **place | {"stderr": file})
+    here = str(place["cwd"])
+    family = [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == here]
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+    stderr = (place["cwd"] / "stderr").read_text()
     assert (code, len(stderr.splitlines())) == (own, own), stderr
     assert own == 0 or re.match("script.py failed: it starts ranks of its own", stderr)
 

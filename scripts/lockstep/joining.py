@@ -28,6 +28,7 @@ def watch():
     """
     os.environ["LOCKSTEP_RANK"] = f"{os.getpid()} {os.environ['WORLD_SIZE']}"
     sys.path.append(str(Path(__file__).parent.parent))  # its processes import this module
+    _place("rank").touch()
     start = BaseProcess.start
 
     @functools.wraps(start)
@@ -112,3 +113,13 @@ def _watch_calls(c10d):
 def has_seen(what, folder):
     """Return whether a rank has left such a file: "joined", or "own" (ranks of its own)."""
     return any(Path(folder).glob(f"*.{what}"))
+
+
+def end_what_ranks_have_left(folder):
+    """End all that ranks have started. Torchrun has asked, and who began just then did not hear it.
+
+    It would look for the others for minutes. Each rank has a group of processes of its own.
+    """
+    for path in Path(folder).glob("*.rank"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(path.stem), signal.SIGKILL)

@@ -65,8 +65,10 @@ def main(script, arguments):
         try:
             start_ranks(own, folder, [f for f in flags if f != "--json" or not seen.proof], job)
         except SignalException as stop:
+            joining.end_what_ranks_have_left(folder)
             return 128 + stop.sigval
         except ChildFailedError as error:
+            joining.end_what_ranks_have_left(folder)
             proofs.send_nothing(seen, job)
             return tell_failure(error.failures, Path(folder), script, job)
         finally:
