@@ -180,6 +180,7 @@ def noting_groups(make):
     def noted(ranks=None, *given, **options):
         if options.get("use_local_synchronization"):  # then its members make it, and nobody else
             return make(ranks, *given, **options)
+        ranks = None if ranks is None else list(ranks)  # we look at them before torch does
         members = range(dist.get_world_size()) if ranks is None else ranks
         made.append(members)
         name = f"new_group of {who(sorted(members))}"
@@ -433,8 +434,9 @@ def named_at_the_end(ends, waits, left):
         if len(callers) > len(whom) or (usual and not left[end].ended):
             named.append(end)
         else:
-            many = f"{who(callers, 'made', 'made')} a call too many"
-            lines.append(f"has rank {end} left this call out, or has {many}?")
+            or_has = "or has" if len(callers) == 1 else "or have"
+            too_many = f"{or_has} {who(callers)} made a call too many"
+            lines.append(f"has rank {end} left this call out, {too_many}?")
         if called_at_last(left[end]) == LOADER:
             lines.append(f"rank {end} waits for a worker of its loader: see `py-spy dump` of that")
         elif not left[end].ended:

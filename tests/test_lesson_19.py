@@ -318,7 +318,7 @@ def test_the_script_of_the_page_runs_beside_the_technique_alone(tmp_path, capsys
     (tmp_path / "traces.py").write_text("\n".join(imports) + technique)
     script = page_block("import os").replace("300)", "2.5)").replace("minutes=30", "seconds=12")
     assert script.count("2.5)") == 2 and "seconds=12" in script
-    script = script.replace("/tmp/hang", str(tmp_path / "hang"))
+    script = script.replace("/shared/hang", str(tmp_path / "hang"))
     (tmp_path / "train.py").write_text(
         f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{script}"
     )
