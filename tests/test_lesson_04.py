@@ -3,13 +3,11 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import socket
 import sys
-import tempfile
 from pathlib import Path
 
 import cloudpickle
@@ -19,8 +17,9 @@ import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT, finish, run_lesson, run_warm, start_program
-from lockstep import by_hand, inside, lessons, network, proofs
+from lockstep import by_hand, network, proofs
 from nbtools import run
+from warm_launcher import be_launcher
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -37,10 +36,7 @@ BREAKS = {
     "rank taken for local rank": ('int(os.environ["RANK"])', 'int(os.environ["LOCAL_RANK"])'),
     "world size of one machine": ('["WORLD_SIZE"])', '["LOCAL_WORLD_SIZE"])'),
     "a socket that nobody closes": ("server.detach()", "os.dup(server.detach())"),
-    "an address that only we know": (
-        'create_server((host.strip("[]")',
-        'create_server(("127.0.1.1"',
-    ),
+    "another address": ('create_server((host.strip("[]")', 'create_server(("127.0.1.1"'),
     "a port of its own choice": ("int(port)), family", "29517), family"),
     "on all addresses": ('create_server((host.strip("[]"), int', 'create_server(("", int'),
     "rank 0 is not looked for": ("r in range(world_size) if", "r in range(1, world_size) if"),
@@ -84,54 +80,6 @@ def test_each_break_ends_in_fail(nproc):
 
 
 # --- The launcher, and the script in its hands ---
-
-
-class Fork(multiprocessing.get_context("fork").Process):
-    """A rank that is a fork of a launcher, which is warm; else it would import torch."""
-
-    returncode = property(lambda self: self.exitcode)
-    wait = multiprocessing.Process.join
-
-    def poll(self):
-        return self.exitcode
-
-
-def be_rank(variables, flags, victim):
-    """Be a rank, as rank.py is in a new process."""
-    from lockstep import rank
-    from lockstep.watch import hooks
-
-    os.closerange(3, 256)  # among them is the store that the launcher holds
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.pop("LOCKSTEP_PARENT", None)
-    sys.argv = ["rank.py", *flags]
-    hooks.start()
-    if variables["RANK"] == victim:
-        os.kill(os.getpid(), 9)
-    code = rank.main()
-    sys.stdout.flush()
-    os._exit(code)  # the launcher's folders are its own to remove
-
-
-def be_launcher(rank, world_size, flags, victim=None):
-    """Run the lesson; return its exit code, and the lines of stdout and of stderr."""
-    dist.destroy_process_group()
-    for name in by_hand.OF_A_JOB:
-        os.environ.pop(name, None)
-
-    def start(script, folder, variables, flags):
-        more = {"LOCKSTEP_SCRIPT": script, "LOCKSTEP_ENDS": folder}
-        process = Fork(target=be_rank, args=(variables | more, flags, victim))
-        process.start()
-        return process
-
-    by_hand.start = start
-    with tempfile.TemporaryFile("w+") as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        os.dup2(out.fileno(), 1)
-        code = inside.run(lessons.BY_HAND, lesson.__file__, [str(flag) for flag in flags])
-        sys.stdout.flush()
-        out.seek(0)
-        return code, out.read().splitlines(), err.getvalue().splitlines()
 
 
 RUNS = {"tcp": (3, 21), "file": (2, 13), "store": (2, 13)}  # method: (ranks, their sum)
@@ -231,7 +179,6 @@ BAD = {
     "--init file:///dev": "'/dev' is a folder",
     "--init file:///dev/null --rank 0": "'/dev/null' is a folder or a device",
     "--init tcp://127.0.0.1:29500 --rank 2": "--rank",
-    "--init tcp://127.0.0.1:29500 --rank -1": "--rank",
     f"--init file://{shlex.quote(__file__)}": "is left from an earlier run",
 }
 
@@ -246,34 +193,23 @@ def test_bad_values_are_refused(capsys, flags):
 
 @pytest.mark.claim("E12")
 def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
-    for name, bad in [("", ""), *((name, "") for name in by_hand.VARIABLES), ("RANK", "x")]:
-        good = dict(zip(by_hand.VARIABLES, ("0", "2", "::1", "29500"), strict=True))
-        for key, value in (good | {name or "UNUSED": bad}).items():
-            monkeypatch.setenv(key, value)
-        if not name:
-            assert by_hand.told(proofs.read_flags(lesson.__file__, [], 1, 1)) == 0
-            continue
+    good = dict(zip(by_hand.VARIABLES, ("0", "2", "::1", "29500"), strict=True))
+    monkeypatch.setattr(os, "environ", {**os.environ, **good})
+    assert by_hand.told(proofs.read_flags(lesson.__file__, [], 1, 1)) == 0
+    for bad in [*({name: ""} for name in by_hand.VARIABLES), {"RANK": "x"}]:
+        monkeypatch.setattr(os, "environ", {**os.environ, **good, **bad})
         with pytest.raises(SystemExit):
             proofs.read_flags(lesson.__file__, [], 1, 1)
         assert "set WORLD_SIZE" in capsys.readouterr().err
 
 
-PROJECT = """
-
-if __name__ == "__main__":
-    place, rank, world_size = told_by_environment()
-    store = open_store(place, rank, world_size)
-    join(store, rank, world_size)
-    dist.all_reduce(total := torch.tensor([rank + 1]))
-    print(total.item())
-    dist.destroy_process_group()
-"""
-
-
 def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
-    source = Path(lesson.__file__).read_text().replace(lesson.__doc__, "")
-    (tmp_path / "own.py").write_text(source.partition("# --- The example ---")[0] + PROJECT)
-    assert run_warm(tmp_path / "own.py", 2) == [(0, "3\n")] * 2
+    technique = Path(lesson.__file__).read_text().partition("# --- The example ---")[0]
+    own = (
+        "place, *who = told_by_environment()\njoin(open_store(place, *who), *who)\ndist.barrier()\n"
+    )
+    (tmp_path / "own.py").write_text(technique + own)
+    assert run_warm(tmp_path / "own.py", 2) == [(0, "")] * 2
 
 
 def test_each_message_of_the_page_is_in_the_list_of_errors():
