@@ -26,6 +26,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 
 # --- The technique ---
 
