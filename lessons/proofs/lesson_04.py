@@ -16,7 +16,7 @@ from unittest.mock import patch
 import lesson_04_init_methods as lesson
 from lockstep import by_hand, ending, network
 from lockstep.watch import claims, sockets
-from lockstep.watch.stage import Stage, Table
+from lockstep.watch.played_store import Stage, Table
 
 KEEP_VALUES = 1  # there are no updates, but all that is said and called is kept
 LIMITS = {"--rank": (0, 63), "--nproc": (1, 64), "--steps": (1, 10**4)}
