@@ -49,11 +49,17 @@ def backward(function, instance, args, kwargs):
     """backward() is called."""
     silent = any(not ddp.require_backward_grad_sync for ddp in models.replicas)
     _backwards.append([facts.where(), silent])
-    if facts.settings["values"]:
-        tensors = args[0] if args else kwargs["tensors"]
-        loss = tensors if hasattr(tensors, "numel") else tensors[0]
-        facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
-    return function(*args, **kwargs)
+    if not facts.settings["values"]:
+        return function(*args, **kwargs)
+    from lockstep.watch.wire import Wire
+
+    tensors = args[0] if args else kwargs["tensors"]
+    loss = tensors if hasattr(tensors, "numel") else tensors[0]
+    facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
+    with Wire() as wire:
+        result = function(*args, **kwargs)
+    facts.note("sent", calls=wire.calls)
+    return result
 
 
 def clip(function, instance, args, kwargs):
