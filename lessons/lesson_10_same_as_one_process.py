@@ -11,7 +11,6 @@ Output to expect on a CPU:
 
     2 ranks over gloo on cpu: 12 updates, 16 texts in each
     mean loss of a token: 2... before, 1... after
-    parameters off by, if kept, and if removed:
     ...
     bytes for the all-reduce of an update, 3 micro-batches: 640 with no_sync, 1920 without
     PASS 2 ranks equal one process (off by ...); a removed condition is off by ... or more

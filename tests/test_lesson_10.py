@@ -12,7 +12,9 @@ from conftest import ROOT, run_lesson
 from lockstep import lessons, proofs
 from nbtools import RankFailed, run
 from nbtools.record import Wire
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
@@ -192,7 +194,7 @@ def test_join_can_throw_but_not_where_a_collective_of_ours_comes_first():
 def test_a_bigger_batch_needs_another_learning_rate():
     page = json.loads((ROOT / "notebooks" / f"{LESSON.script.stem}.ipynb").read_text())
     (cell,) = [c["source"] for c in page["cells"] if "def sweep(" in "".join(c["source"])]
-    names = {"torch": torch, "cross_entropy": torch.nn.functional.cross_entropy}
+    names = {"torch": torch, "cross_entropy": cross_entropy, "load_digits": load_digits}
     exec("".join(cell), names)
     small = names["sweep"](32, [0.02], seeds=3)
     kept, scaled, too_high = names["sweep"](1024, [0.02, 0.64, 5.12], seeds=3)

@@ -1,9 +1,8 @@
 """What lesson 10 claims: N ranks train as one process does, and eleven conditions are needed.
 
 The script knows nothing of this file; see lesson_02.py. What a condition is good for can't be
-watched in a script that keeps it. So edits of the script take them away, one at a time, and what
-comes of it is played, in threads, with an average of our own for DDP's. Unedited, the play must do
-what the ranks were seen to do.
+watched in a script that keeps it. So edits take them away, one at a time, and the script is played
+in threads, with an average of our own for DDP's. Unedited, it must do what the ranks have done.
 """
 
 import contextlib
@@ -24,17 +23,16 @@ LIMITS = {"--steps": (1, 300), "--batch-size": (1, 32), "--micro-batches": (2, 1
 LIMITS |= {"--seed": (0, 2**32 - 1)}
 SOURCE = Path(lesson.__file__).read_text()
 
-SHARE, LOSS = "batch[rank::world_size] for", "(loss_sum(replica(inputs), targets) * weight)"
-OWN_MEAN = LOSS.replace("* weight", "/ max(1, (targets != -100).sum())")
+SHARE, OWN = "batch[rank::world_size] for", "/ max(1, (targets != -100).sum())"
 COUNT = "dist.all_reduce(total)", "total *= dist.get_world_size()", "gradients"
 WITHOUT = {  # condition: (text in the script, text in its place, what is wrong first)
     "a part of its own for each rank": (SHARE, "batch[::world_size] for", "rows"),
     "each row once": (SHARE, f"torch.cat([batch, batch[:1]]){SHARE[5:]}", "rows"),
-    "a new order in each epoch": ("seed(seed + epoch)", "seed(seed)", "rows"),
+    "a new order in each epoch": ("manual_seed(seed + epoch)", "manual_seed(seed)", "rows"),
     "one count for all ranks": COUNT,
-    "one count for all micro-batches": (LOSS, f"({OWN_MEAN} / len(micro_batches))", "gradients"),
-    "losses divided": (LOSS, OWN_MEAN, "gradients"),
-    "the last micro-batch sends": ("== len(micro_batches)", "== 1", "gradients"),
+    "one count for all micro-batches": ("* weight)", f"{OWN} / len(micro_batches))", "gradients"),
+    "losses divided": ("* weight)", f"{OWN})", "gradients"),
+    "the last micro-batch sends": ("number == len(micro_batches)", "number == 1", "gradients"),
     "the loss is a sum over rows": ("return cross_entropy(", "return contrast_sum(", "gradients"),
     "the same first weights": ("Parallel(model)", "Parallel(model, init_sync=False)", "gradients"),
     "the same optimizer settings": ("lr=0.3", "lr=0.3 * (1 + rank)", "updates"),
@@ -62,14 +60,14 @@ def judge(job, args, started, launcher):
     alone, seen = one_process(vars(lesson), args), [updates_of(rank) for rank in job.values()]
     first, kept = spoiled(seen, alone), distance(seen, alone)
     wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
+    wrong += [claims.wrong_in_replicas(job), wrong_in_words(job, args, started, model)]
+    wrong += [wrong_in_sent(job, args.micro_batches, begin.nbytes)]
     wrong += [f"{first} differ first" if first != "nothing" else None]
-    wrong += [claims.wrong_in_replicas(job), wrong_in_sent(job, args.micro_batches, begin.nbytes)]
-    wrong += [wrong_in_words(job, args, started, model), *wrong_in_pieces()]
     numbers = {"world_size": started, "backend": job[0].group["backend"]}
     numbers |= {"device": job[0].optimizers[0]["device"], "rows_per_step": args.batch_size}
     numbers |= {"param_change": claims.off(alone[-1].after, begin), "off": {}, "bytes": []}
-    claim, wrong = f"{claim} (off by {kept:.1e})", list(filter(None, wrong))
-    if wrong:
+    claim = f"{claim} (off by {kept:.1e})"
+    if wrong := list(filter(None, wrong)) or wrong_in_pieces():
         return claims.Verdict(claim, wrong, numbers, [])
     off, wrong = remove_each(args, started, alone, seen)
     always = play(partial(load, *ALWAYS), args, started)
@@ -124,10 +122,10 @@ def wrong_in_sent(job, micro_batches, nbytes):
 
 def wrong_in_words(job, args, started, model):
     """Rank 0 has told who trains, and the loss before and after."""
-    losses = []
+    data, losses = lesson.make_texts(args.seed), []
     for values in (job[0].values(job[0].updates[0])["before"], job[0].values_at_end()):
         claims.fill(model, values)
-        losses.append(f"{lesson.mean_loss(model, *lesson.make_texts(args.seed)):.3g}")
+        losses.append(f"{lesson.mean_loss(model, *data):.3g}")
     where = f"over {job[0].group['backend']} on {job[0].optimizers[0]['device']}"
     ranks = f"{started} ranks {where}: {args.steps} updates, {args.batch_size} texts in each"
     loss = "mean loss of a token: {} before, {} after".format(*losses)
@@ -157,8 +155,7 @@ def step_alone(tokens):
     alone = {"get_world_size": lambda: 1, "all_reduce": lambda total: handed.append(total.item())}
     with patch.multiple(lesson.dist, **alone), contextlib.suppress(ZeroDivisionError):
         lesson.train_step(model, torch.optim.SGD(model.parameters()), [(texts, targets)])
-        gradients = [claims.numbers_of(m, lambda parameter: parameter.grad) for m in (model, right)]
-        return handed, claims.off(*gradients)
+        return handed, claims.off(update_of(model, []).gradients, update_of(right, []).gradients)
     return handed, math.nan
 
 
@@ -178,8 +175,7 @@ def load(part="", other="", rank=0):
 def contrast_sum(outputs, *_, **__):
     """Return a sum over texts in which each is compared with all others: not a sum over rows."""
     features = normalize(outputs.reshape(-1, 9, 8).mean(1), dim=1)
-    same = torch.arange(len(features))
-    return cross_entropy(5 * features @ features.T, same, reduction="sum")
+    return cross_entropy(5 * features @ features.T, torch.arange(len(features)), reduction="sum")
 
 
 class Drop(nn.Sequential):
@@ -210,7 +206,7 @@ def remove_each(args, world_size, alone, seen):
         everyone = play(partial(load, *edit), args, world_size)
         first, removed = spoiled(everyone, right), distance(everyone, right)
         off[name] = [kept, removed]
-        if not kept < 1e-12 or world_size > 1 and (first != wanted or not removed > 1e-6):
+        if not kept < 1e-12 or (world_size > 1 and (first != wanted or not removed > 1e-6)):
             wrong.append(f"{name}: {kept:.2g} off, without it {removed:.2g}; wrong first: {first}")
     if world_size > 1 and len({removed for _, removed in off.values()}) < len(off):
         wrong.append("two conditions do the same damage: are they one?")
