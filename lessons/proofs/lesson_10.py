@@ -63,9 +63,9 @@ def judge(job, args, started, launcher):
     wrong += [claims.wrong_in_replicas(job), wrong_in_words(job, args, started, model)]
     wrong += [wrong_in_sent(job, args.micro_batches, begin.nbytes)]
     wrong += [f"{first} differ first" if first != "nothing" else None]
-    numbers = {"world_size": started, "backend": job[0].group["backend"]}
+    numbers = {"world_size": started, "backend": job[0].group["backend"], "off": {}, "bytes": []}
     numbers |= {"device": job[0].optimizers[0]["device"], "rows_per_step": args.batch_size}
-    numbers |= {"param_change": claims.off(alone[-1].after, begin), "off": {}, "bytes": []}
+    numbers |= {"param_change": claims.off(alone[-1].after, begin)}
     claim = f"{claim} (off by {kept:.1e})"
     if wrong := list(filter(None, wrong)) or wrong_in_pieces():
         return claims.Verdict(claim, wrong, numbers, [])
@@ -81,9 +81,9 @@ def lines_of(numbers, micro_batches):
     """Return what a reader wants to know beside the script's own words."""
     pairs = numbers["off"].items()
     lines = [f"{name:34} {kept:7.1e} {removed:7.3g}" for name, (kept, removed) in pairs]
-    what = f"bytes for the all-reduce of an update, {micro_batches} micro-batches"
-    sent = "{}: {} with no_sync, {} without".format(what, *numbers["bytes"])
-    return ["parameters off by, if kept, and if removed:", *lines, sent]
+    lines.append(f"bytes for the all-reduce of an update, {micro_batches} micro-batches: ")
+    lines[-1] += "{} with no_sync, {} without".format(*numbers["bytes"])
+    return ["parameters off by, if kept, and if removed:", *lines]
 
 
 # --- What the ranks did ---
@@ -94,9 +94,9 @@ def one_process(script, args, loss=None):
 
     It knows no ranks, no micro-batches and no weights: PyTorch's mean over all tokens.
     """
-    (texts, targets), model = script["make_texts"](args.seed), script["make_model"](args.seed)
+    (texts, targets), seen, epoch = script["make_texts"](args.seed), [], 0
+    model = script["make_model"](args.seed)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    seen, epoch = [], 0
     while len(seen) < args.steps:
         order = torch.randperm(35, generator=torch.Generator().manual_seed(args.seed + epoch))
         for batch in order.split(args.batch_size)[: args.steps - len(seen)]:
