@@ -90,10 +90,7 @@ def lines_of(numbers, micro_batches):
 
 
 def one_process(script, args, loss=None):
-    """Train in one process with whole batches; return a list of Update.
-
-    It knows no ranks, no micro-batches and no weights: PyTorch's mean over all tokens.
-    """
+    """Train with whole batches and PyTorch's mean over all tokens; return a list of Update."""
     (texts, targets), seen, epoch = script["make_texts"](args.seed), [], 0
     model = script["make_model"](args.seed)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)

@@ -122,7 +122,7 @@ def done_for_updates(rank):
     """Return what a rank has done for each update: [what it called, "forward", what DDP sent, ...].
 
     A call has the shape of its tensor, as in "all_reduce [[2], 'float64']"; what was sent inside
-    backward() has its bytes, as in "allreduce_ 640".
+    backward() has its bytes, as in "allreduce_ 640"; it is known of updates whose values are kept.
     """
     done = [[]]
     for event in rank.events:

@@ -49,13 +49,14 @@ def backward(function, instance, args, kwargs):
     """backward() is called."""
     silent = any(not ddp.require_backward_grad_sync for ddp in models.replicas)
     _backwards.append([facts.where(), silent])
-    if not facts.settings["values"]:
+    if facts.settings["values"]:
+        tensors = args[0] if args else kwargs["tensors"]
+        loss = tensors if hasattr(tensors, "numel") else tensors[0]
+        facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
+    if not is_kept(max(made(), default=0)):
         return function(*args, **kwargs)
     from lockstep.watch.wire import Wire
 
-    tensors = args[0] if args else kwargs["tensors"]
-    loss = tensors if hasattr(tensors, "numel") else tensors[0]
-    facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
     with Wire() as wire:
         result = function(*args, **kwargs)
     facts.note("sent", calls=wire.calls)
