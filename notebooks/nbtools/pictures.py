@@ -261,6 +261,8 @@ VERDICTS = {  # word: (face colour, hatch)
     "victim": ("#E69F00", "////"),
     "nothing": ("#FFFFFF", ""),
     "crash": ("#999999", "xxxx"),
+    "tells": ("#56B4E9", ""),
+    "": ("#FFFFFF", ""),
 }
 
 
