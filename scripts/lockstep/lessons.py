@@ -65,7 +65,7 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
-    Lesson("16", "all_reduce", TORCHRUN, TORCH),
+    Lesson("16", "all_reduce", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
     Lesson("18", "sharding", TORCHRUN, TORCH),
     Lesson("19", "hang_clinic", ITSELF, TORCH),
