@@ -3,10 +3,12 @@
 A function that is called wrong_... returns what is wrong as a sentence, or None.
 """
 
+import contextlib
 import math
 from collections import Counter
 from itertools import chain
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -138,6 +140,19 @@ def done_for_updates(rank):
 
 
 # --- What is printed ---
+
+
+@contextlib.contextmanager
+def hear():
+    """Yield a list of the lines that this process prints meanwhile; they are printed as well."""
+    said, show = [], print
+
+    def say(*words):
+        said.append(" ".join(map(str, words)))
+        show(*words)
+
+    with patch("builtins.print", say):
+        yield said
 
 
 def wrong_in_words(job, lines):
