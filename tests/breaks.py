@@ -100,7 +100,9 @@ def judge_beside_torch(lesson, sources, where, numbers, flags):
     """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
     program = BESIDE_TORCH
     if lesson.proof.exists():
-        program = PROOF_BESIDE_TORCH + inspect.getsource(verdict_of_one_process) + JUDGE
+        scripts = str(lessons.ROOT / "scripts")
+        program = f"import sys\nsys.path.append({scripts!r})\n" + PROOF_BESIDE_TORCH
+        program += inspect.getsource(verdict_of_one_process) + JUDGE
     runs = []  # [name, number of ranks]
     for name in sources:
         runs += [[name, nproc] for nproc in numbers if nproc in where.get(name, numbers)]
