@@ -238,7 +238,8 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
         for place in places.values():
             Path(place).mkdir()
         ports = free_ports(len(sources)) if lesson.start == lessons.BY_HAND else None
-        given = sources, places, flags, proof.KEEP_VALUES, machines, ports
+        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        given = sources, places, flags, values, machines, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
@@ -271,7 +272,7 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, port
     if ports:
         dist.destroy_process_group()
     for number, (name, source) in enumerate(sources.items()):
-        os.environ |= facts.environment(places[name], "script.py", 0, values)
+        os.environ |= facts.environment(places[name], "script.py", 0, *values)
         if number == 0:
             hooks.start()
         forget()

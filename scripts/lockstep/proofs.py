@@ -98,8 +98,8 @@ class Watch:
             from lockstep.watch import facts
 
             self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_", dir=self.place)
-            values = self.proof.KEEP_VALUES
-            os.environ.update(facts.environment(self.folder.name, self.script, 0, values))
+            wanted = self.proof.KEEP_VALUES, getattr(self.proof, "STORAGES", False)
+            os.environ.update(facts.environment(self.folder.name, self.script, 0, *wanted))
         return self
 
     def __exit__(self, *error):
