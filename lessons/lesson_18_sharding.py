@@ -227,7 +227,7 @@ def main(args):
     batches, model = make_problem(args.seed, args.steps, batch_size, device)
     train(model, batches, args.stage, args.accumulate)
     with torch.no_grad():
-        loss = mse_loss(model(batches[0][0]), batches[0][1])  # every rank: each has a part
+        loss = mse_loss(model(batches[0][0]), batches[0][1]).item()  # all ranks: each has a part
     if rank == 0:
         where = f"{ranks} ranks over {dist.get_backend()} on {device.type}"
         print(f"stage {args.stage}, {where}: loss {loss:.3g} after {args.steps} steps")

@@ -6,7 +6,6 @@ those of one process, which adds up the gradients of each rank's rows; lesson 02
 What activations need is seen here, in one process where nothing is sharded.
 """
 
-from itertools import chain
 from unittest.mock import patch
 
 import lesson_18_sharding as lesson

@@ -56,7 +56,7 @@ class Memory(TorchDispatchMode):
         self.hooks.close()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view:
+        if function._schema.name not in ("aten::detach", "aten::view"):
             for leaf in filter(is_freed, tree_leaves([args, kwargs])):
                 self.wrong = f"{function._schema.name} reads parameters that are freed"
                 self.spoil(leaf.untyped_storage(), end_of(leaf))  # else the process might crash
