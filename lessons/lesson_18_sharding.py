@@ -8,7 +8,7 @@ Run it: bash scripts/lesson_18.sh --nproc 2 [--stage 1|2|3]; or the script alone
 
 Output to expect on a CPU:
 
-    stage 3, 2 ranks over gloo on cpu: loss 0.... after 5 steps
+    stage 3, 2 ranks over gloo on cpu: loss ... after 5 steps
     ...
     PASS after 5 steps of Adam off by ... from DDP; kept and sent as by the formulas
 """
@@ -105,7 +105,7 @@ class Sharded:
         else:
             self.shard.grad = mine if self.stage == 1 else mine.clone()
         self.gradient = None
-        if self.stage > 1:  # stage 1 keeps the whole until zero_grad; shard.grad is a window of it
+        if self.stage > 1:  # stage 1 keeps it until zero_grad; shard.grad is a window of it
             self.module.zero_grad()
 
 
@@ -116,7 +116,7 @@ def train(model, batches, stage, pieces=1):
     optimizer = torch.optim.Adam([unit.shard for unit in units])  # after the cut
     for rows, targets in batches:
         optimizer.zero_grad()
-        model.zero_grad()  # stage 1: the whole gradients, too
+        model.zero_grad()  # stage 1: the full gradients, too
         mine = zip(rows[rank::ranks].chunk(pieces), targets[rank::ranks].chunk(pieces), strict=True)
         for some, answers in mine:  # more than one: their gradients are accumulated
             (mse_loss(model(some), answers) / pieces).backward()

@@ -25,93 +25,64 @@ ONE, TWO, THREE = (1,), (2,), (3,)  # the stage in which it is tried; in general
 
 ON_THREE_RANKS = ("on three ranks",)  # two do not show it
 
+FREE = "        self.free()\n        if output"
+PIECE = "            (mse_loss(model(some), answers) / pieces).backward()\n"
+STAGE_1 = "        if stage == 1:\n            for unit in units:\n                unit.reduce()\n"
+UNITS = "    units = ["
+GRAD = "torch.is_grad_enabled() and self"
+RING = "    received = torch.empty_like(parts[0])"
+GATHER = "dist.all_gather_single(self.flat, self.shard.detach())"
+BESIDE = "dist.all_gather_single(a := torch.empty_like(self.flat), self.shard.detach())"
+BEFORE = "    if self.stage == 3:\n            self.gather()\n"
+NOT_GATHERED = BEFORE.replace("gather()", "flat.untyped_storage().resize_(8 * len(self.flat))")
+
 BREAKS = {
     "the same part in each turn": ("parts[rank - turn], (", "parts[rank - 1], (", ON_THREE_RANKS),
     "a turn of the ring is left out": ("range(1, ranks)", "range(2, ranks)"),
     "parts are replaced, not added": ("].add_(received)", "].copy_(received)"),
     "an all-reduce in its place": (
-        "    parts = flat.chunk(ranks)\n",
-        "    return dist.all_reduce(flat) or flat.chunk(ranks)[rank]\n",
+        RING,
+        f"    return dist.all_reduce(flat) or parts[rank]\n{RING}",
     ),
     "padding counted": ("-len(numbers) % ranks", "ranks - len(numbers) % ranks"),
     "two ranks with one shard": ("chunk(ranks)[dist.get_rank()]", "chunk(ranks)[0]"),
     "the model is not sent": ("        dist.broadcast(self.flat, 0)  #", "        #"),
     "the sum, not the mean": (".div_(dist.get_world_size())", ""),
-    "updated from its own gradient": (
+    "its own gradient": (
         "reduce_scatter(self.gradient)",
         "self.gradient.chunk(2)[dist.get_rank()]",
     ),
     "gradients pile up": ("optimizer.zero_grad()\n        model.zero", "model.zero"),
     "no update": ("optimizer.step()\n        if stage < 3:", "if stage < 3:"),
     "the same rows on all ranks": ("zip(rows[rank::ranks]", "zip(rows[:: ranks]"),
+    "the first rows, not every n-th": ("zip(rows[rank::ranks]", "zip(rows[: len(rows) // ranks]"),
+    "the first batch again": ("targets in batches:", "targets in batches[:1] * len(batches):"),
     "pieces are not divided": ("answers) / pieces", "answers)"),
+    "an update for each piece": (PIECE, f"{PIECE}            optimizer.step()\n"),
     "only the last piece counts": ("self.shard.grad += mine", "self.shard.grad = mine", TWO),
-    "a copy beside the flat tensor": (
-        "        self.free()\n        if stage",
-        "        self.copy = self.flat * 1\n        self.free()\n        if stage",
-    ),
+    "a copy": (FREE, FREE.replace("self.free()", "self.a = self.flat * 1"), TWO),
     "gather left out after the step": ("unit.gather()  #", "pass  #", TWO),
     "the shard is a copy": ("mine.clone() if stage == 3 else mine)", "mine.clone())", TWO),
-    "stage 1 sends with each piece": (
-        "backward()\n        if stage == 1:\n            for unit in units:\n                unit.",
-        "backward()\n            for unit in units:\n                unit.",
-        ONE,
-    ),
+    "stage 1 sends each piece": (PIECE + STAGE_1, PIECE + STAGE_1[23:], ONE),
     "old gradients stay until backward": ("model.zero_grad()", "pass", ONE),
     "gradients stay whole": ("mine if self.stage == 1 else mine.clone()", "mine", TWO),
     "whole gradients are not let go": ("self.module.zero_grad()", "pass", TWO),
     "the shard is a window": ("mine.clone() if stage == 3 else mine)", "mine)", THREE),
     "freed too early": ("*_: self.gather())", "*_: self.gather() or self.free())", THREE),
-    "not freed after forward": (
-        "        self.free()\n        if output",
-        "        if output",
-        THREE,
-    ),
+    "not freed after forward": (FREE, FREE[20:], THREE),
     "not freed after backward": ("            self.free()\n", "            pass\n", THREE),
-    "not gathered for backward": (
-        "    if self.stage == 3:\n            self.gather()\n",
-        "    if self.stage == 3:\n"
-        "            self.flat.untyped_storage().resize_(8 * len(self.flat))\n",
-        THREE,
-    ),
-    "everything gathered at once": (
-        "            (mse_loss(",
-        "            _ = [unit.gather() for unit in units]\n            (mse_loss(",
-        THREE,
-    ),
-    "a receive buffer of everything": (
-        "received = torch.empty_like(parts[0])",
-        "received = torch.empty_like(flat)[: len(parts[0])]",
-    ),
-    "gathered beside it": (
-        "dist.all_gather_single(self.flat, self.shard.detach()",
-        "whole = torch.empty_like(self.flat)\n"
-        "        dist.all_gather_single(whole, self.shard.detach())\n        self.flat.copy_(whole",
-    ),
-    "spare parts beside the ring": (
-        "    received = torch.empty",
-        "    spare = [part.clone() for part in parts]\n    received = torch.empty",
-    ),
-    "not freed without backward": (
-        "        self.free()\n        if output",
-        "        torch.is_grad_enabled() and self.free()\n        if output",
-        THREE,
-    ),
-    "a second model before the first step": (
-        "    units = [",
-        "    second = __import__('copy').deepcopy(model)\n    units = [",
-    ),
-    "all parameters for Adam, too": (
+    "not gathered for backward": (BEFORE, NOT_GATHERED, THREE),
+    "everything at once": (PIECE, f"            _ = [u.gather() for u in units]\n{PIECE}", THREE),
+    "a receive buffer of everything": (RING, RING.replace("parts[0])", "flat)[: len(parts[0])]")),
+    "gathered beside it": (GATHER, f"{BESIDE}\n        self.flat.copy_(a)"),
+    "spare parts beside the ring": (RING, f"    spare = [part.clone() for part in parts]\n{RING}"),
+    "freed for backward alone": (FREE, FREE.replace("self", GRAD), THREE),
+    "a second model": (UNITS, f"    a = __import__('copy').deepcopy(model)\n{UNITS}"),
+    "all for Adam": (
         "for unit in units])  #",
-        "for unit in units] + list(model.parameters()))  #",
+        "for unit in units] + [*model.parameters()])  #",
         TWO,
     ),
-    "an update for each piece": (
-        "pieces).backward()\n",
-        "pieces).backward()\n            optimizer.step()\n",
-    ),
-    "the first rows, not every n-th": ("zip(rows[rank::ranks]", "zip(rows[: len(rows) // ranks]"),
-    "the first batch again": ("targets in batches:", "targets in batches[:1] * len(batches):"),
 }
 
 
@@ -148,13 +119,12 @@ def test_bad_values_cost_one_line(capsys):
 AROUND = """
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-rows = torch.randn(40, 32, TOKENS, NUMBERS)
-model = Transformer()
-before = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2]).item()
+rows, model = torch.randn(40, 32, TOKENS, NUMBERS), Transformer()
+before = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2])
 train(model, [(some, some.mean(1)[:, :2]) for some in rows], stage=3)
 with torch.no_grad():
-    after = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2]).item()
-print(after < before / 2, model.blocks[0].mlp.up.weight.untyped_storage().nbytes())
+    after = mse_loss(model(rows[0]), rows[0].mean(1)[:, :2])
+print(bool(after < before / 2), model.blocks[0].mlp.up.weight.untyped_storage().nbytes())
 dist.destroy_process_group()
 """
 

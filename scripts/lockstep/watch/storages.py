@@ -169,7 +169,7 @@ def replay(steps, last):
         for event in events:
             if event == "kept":
                 kept.append(now.copy())
-            elif event == "computed" or number == 0 and event == "call":
+            elif event == "computed" or (number == 0 and event == "call"):
                 before = now["besides"]
             elif event == "call":
                 most["beside a call"] = max(most["beside a call"], now["besides"] - before)
