@@ -40,18 +40,12 @@ BREAKS = {
     "the same part in each turn": ("parts[rank - turn], (", "parts[rank - 1], (", ON_THREE_RANKS),
     "a turn of the ring is left out": ("range(1, ranks)", "range(2, ranks)"),
     "parts are replaced, not added": ("].add_(received)", "].copy_(received)"),
-    "an all-reduce in its place": (
-        RING,
-        f"    return dist.all_reduce(flat) or parts[rank]\n{RING}",
-    ),
+    "an all-reduce": (RING, f"    return dist.all_reduce(flat) or parts[rank]\n{RING}"),
     "padding counted": ("-len(numbers) % ranks", "ranks - len(numbers) % ranks"),
     "two ranks with one shard": ("chunk(ranks)[dist.get_rank()]", "chunk(ranks)[0]"),
     "the model is not sent": ("        dist.broadcast(self.flat, 0)  #", "        #"),
     "the sum, not the mean": (".div_(dist.get_world_size())", ""),
-    "its own gradient": (
-        "reduce_scatter(self.gradient)",
-        "self.gradient.chunk(2)[dist.get_rank()]",
-    ),
+    "its own gradient": ("reduce_scatter(self.gradient)", "self.gradient.chunk(2)[0]"),
     "gradients pile up": ("optimizer.zero_grad()\n        model.zero", "model.zero"),
     "no update": ("optimizer.step()\n        if stage < 3:", "if stage < 3:"),
     "the same rows on all ranks": ("zip(rows[rank::ranks]", "zip(rows[:: ranks]"),
@@ -78,11 +72,7 @@ BREAKS = {
     "spare parts beside the ring": (RING, f"    spare = [part.clone() for part in parts]\n{RING}"),
     "freed for backward alone": (FREE, FREE.replace("self", GRAD), THREE),
     "a second model": (UNITS, f"    a = __import__('copy').deepcopy(model)\n{UNITS}"),
-    "all for Adam": (
-        "for unit in units])  #",
-        "for unit in units] + [*model.parameters()])  #",
-        TWO,
-    ),
+    "all for Adam": ("in units])  #", "in units] + [*model.parameters()])  #", TWO),
 }
 
 
