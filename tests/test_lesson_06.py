@@ -1,5 +1,6 @@
 """Lesson 06: checkpoints that survive a kill, and from which a job goes on with the same bits."""
 
+import contextlib
 import os
 import random
 import re
@@ -16,16 +17,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from breaks import check_breaks, verdict
+from breaks import check_breaks, verdicts_of_proof
 from conftest import finish, run_warm, start_program
+from lockstep import lessons, proofs
 from nbtools import RankFailed, run
 from torch import nn
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+proof = proofs.of_lesson(lessons.find("06"))
 
 CPU = torch.device("cpu")
-
 SOURCE = Path(lesson.__file__).read_text()
 WRITE = """        torch.save(state, file)  # from Python to the operating system
         os.fsync(file.fileno())  # and to the disk, before the name is there
@@ -33,30 +35,29 @@ WRITE = """        torch.save(state, file)  # from Python to the operating syste
 NAME_FIRST = """        os.replace(unfinished, path)
         torch.save(state, file)
         os.fsync(file.fileno())"""
-EVERYONE = "0 or (everyone := [random_states()] * dist.get_world_size())"  # a whole file, too
 KEEP = '        save(state | {"now": now, "random": everyone}, path)\n'
-OLDER = "[other for other in checkpoints(folder) if other < path]"
-EARLY = f"        for old in {OLDER}[:-1]:\n            old.unlink()\n{KEEP}"
+OLD = "        for old in [other for other in checkpoints(folder) if other <"
+EARLY = f"{OLD} path][:-1]:\n            old.unlink()\n{KEEP}"
+WRITER = SOURCE[SOURCE.index("    if dist.get_rank() == 0:\n        state") : SOURCE.index(KEEP)]
+EACH = 'dist.get_rank() * "other_" + f"step_{'
 TOGETHER = "dist.all_gather_object(everyone, own, group)"
-LOOP = SOURCE[SOURCE.index("sampler.set_epoch(") : SOURCE.index("stop = on_any_rank")]
-BY_RANK = LOOP.replace('now["rows"])', 'now["rows"] * world_size)').replace(
-    "s) * world_size}", "s)}"
-)
 BREAKS = {  # the same mistake on any number of ranks
     "the model is left out": ('{"model": model, "optimizer"', '{"optimizer"'),
     "the momentum is left out": ('"optimizer": optimizer, ', ""),
     "the schedule is left out": (', "schedule": schedule}', "}"),
     "the epoch is lost": ('return saved["now"]', 'return saved["now"] | {"epoch": 0}'),
     "the position is lost": ('return saved["now"]', 'return saved["now"] | {"rows": 0}'),
-    "each rank counts its own rows": (LOOP, BY_RANK),
-    "the position is rounded": ("[self.used :]", "[self.used - self.used % self.num_replicas :]"),
-    "an epoch that is used up begins again": ("= epoch, used", "= epoch, used % 100", (2,)),
+    "the step is that before the update": ('"now": now,', '"now": now | {"step": now["step"] - 1},'),
+    "each rank counts its own rows": (" * dist.get_world_size()  # all", "  #"),
+    "the position is rounded": (".tolist()[used:]", ".tolist()[used - used % world_size :]"),
+    "an epoch that is used up begins again": (".tolist()[used:]", ".tolist()[used % 100 :]", (2,)),
+    "one rank has a row more": ("[: len(rest) // world_size]", "", (3,)),
     "torch's random state is lost": ('torch.set_rng_state(states["torch"])', "pass"),
     "NumPy's random state is lost": ('np.random.set_state(states["numpy"])', "pass"),
     "Python's random state is lost": ('random.setstate(states["random"])', "pass"),
-    "a loop over the loader draws": ("torch.Generator()}", "torch.default_generator}"),
+    "a loop over the loader draws": ("sampler=mine, generator=own", "sampler=mine"),
     "no name of its own": ('path.with_suffix(".unfinished")', "path"),
-    "another folder": ('path.with_suffix(".unfinished")', 'Path(tempfile.mkdtemp(), "new")'),
+    "another folder": ('path.with_suffix(".unfinished")', 'Path(__import__("tempfile").mkdtemp(), "new")'),
     "the name before the data": (WRITE, NAME_FIRST),
     "no fsync of the file": ("os.fsync(file.fileno())", "pass"),
     "no fsync of the folder": ("os.fsync(folder)", "pass"),
@@ -66,26 +67,27 @@ BREAKS = {  # the same mistake on any number of ranks
     "no map_location": ('map_location="cpu", ', ""),
     "a file may run code": ("weights_only=True", "weights_only=False"),
     "checksums are not compared": ("file.testzip()", "False"),
-    "the latest, damaged or not": ("for path in found:", "for path in found[:1]:"),
+    "the latest, damaged or not": ("reversed(checkpoints(folder))", "checkpoints(folder)[-1:]"),
     "newer files count as older": ("checkpoints(folder) if other <= path]", "checkpoints(folder)]"),
     "an unfinished file is in the way": ('open(unfinished, "wb")', 'open(unfinished, "xb")'),
     "DDP's own keys": ('{"model": model, "opt', '{"model": replica, "opt'),
     "rank 0's random states for all": ('["random"][dist.get_rank()]', '["random"][0]'),
-    "no set_epoch": ("self.epoch, self.used = epoch, used", "self.used = used"),
-    "one seed of the sampler for each rank": ("seed=seed), dist", "seed=dist.get_rank()), dist"),
+    "the same order in every epoch": ("manual_seed(seed + epoch)", "manual_seed(seed)"),
+    "one order for each rank": ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + rank)"),
     "another first sum": ("replica(data[0][0][None].to(device)).sum().backward()", "pass", (3,)),
-    "every rank writes": ("0:\n        state = {name", EVERYONE + ":\n        state = {name"),
+    "every rank writes": (WRITER, WRITER.replace("== 0", ">= 0").replace('f"step_{', EACH)),
     "nobody waits for the file": ("dist.barrier(group)  # nobody goes", "pass  #"),
+    "a slow disk ends who waits": ("group=group)", "group=None)"),
     "each rank loads what it finds": (TOGETHER, "everyone = [own] * len(everyone)"),
     "other bytes under the same name": ("[path.name, checksums]", "[path.name, 0]"),
     "only the rank that fails leaves": (
         "found in enumerate(everyone)",
         "found in [(dist.get_rank(), own)]",
     ),
-    "SIGTERM is not noted": ("note(signal.SIGTERM), False", "[], False"),
-    "SIGTERM, and nothing is saved": ("(stop or now", "(now"),
+    "SIGTERM is not noted": ("noted.append(True)", "None"),
+    "SIGTERM, and nothing is saved": ("(done or now", '(now["step"] == steps or now'),
     "saved is only what SIGTERM stops": ("% every == 0", "== 0"),
-    "the end is not saved": (' or now["step"] == steps):', "):"),
+    "the end is not saved": ("if folder and (done or", "if folder and (stop > 0 or"),
 }
 
 

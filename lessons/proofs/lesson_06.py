@@ -317,8 +317,9 @@ def save_and_die(path, moment):
 
     def begin(event, *_):
         nonlocal moments
-        moments += event in ("line", "os.rename", "os.remove")
-        if moments == moment:
+        counts = event in ("line", "os.rename", "os.remove")
+        moments += counts
+        if counts and moments == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def trace(frame, event, _):

@@ -94,8 +94,8 @@ def take_turns(turns):
     """Let a child run the script in each turn but the last; return 0 in who is to run it now.
 
     A turn is (flags, after how many updates SIGTERM comes; 0: never). A child is a fork that has
-    imported torch, and nothing else: as new as a rank that torchrun has restarted, for which its
-    group takes it. Returns the exit code of a child that has failed, or was asked to end.
+    imported torch, and nothing else: as new as a rank that torchrun has restarted. Returns the exit
+    code of a child that has failed, or was asked to end.
     """
     for number, (flags, after) in enumerate(turns):
         imports.import_quickly("torch")
@@ -109,12 +109,25 @@ def take_turns(turns):
             if not is_last:
                 os.environ["LOCKSTEP_PARENT"] = str(parent)
                 ending.end_with_parent(signal.SIGKILL)
-            place = {"TORCHELASTIC_RESTART_COUNT": number, "LOCKSTEP_WATCH_SIGTERM": after}
-            os.environ |= {name: str(value) for name, value in place.items()}
+            os.environ["LOCKSTEP_WATCH_SIGTERM"] = str(after)
             facts.begin()
+            meet_under(f"turn {number}")
             sys.argv += flags
             break
     return 0
+
+
+def meet_under(prefix):
+    """Let the ranks meet at keys of their own: their store still has those of an earlier group."""
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    rendezvous = distributed_c10d.rendezvous
+
+    def apart(*args, **kwargs):
+        for store, *place in rendezvous(*args, **kwargs):
+            yield PrefixStore(prefix, store), *place
+
+    distributed_c10d.rendezvous = apart
 
 
 def wait_for_turn(child):
