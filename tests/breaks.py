@@ -262,7 +262,9 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, turn
     from lockstep.watch import facts, hooks
 
     ended, begun = {}, False
-    all_turns = [(name, number, turn) for name in sources for number, turn in enumerate(turns[name])]
+    all_turns = [
+        (name, number, turn) for name in sources for number, turn in enumerate(turns[name])
+    ]
     for name, number, (more, after) in all_turns:
         if ended.get(name):
             continue

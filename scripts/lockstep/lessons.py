@@ -48,7 +48,7 @@ TABLE = (
     Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "wrapt")),
     Lesson("04", "init_methods", ITSELF, TORCH),
     Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard", "wrapt")),
-    Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
+    Lesson("06", "checkpoint_map_location", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
     Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
     Lesson("09", "batch_norm", TORCHRUN, TORCH),

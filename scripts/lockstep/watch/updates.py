@@ -247,7 +247,7 @@ def after(optimizer, args, kwargs):
 
 
 def terminate():
-    """For a proof: the last rank, and no other, gets SIGTERM, if its script has a handler for it."""
+    """For a proof: the last rank, and no other, gets SIGTERM, if it has a handler for it."""
     import torch.distributed as dist
 
     is_last = dist.get_rank() == dist.get_world_size() - 1
