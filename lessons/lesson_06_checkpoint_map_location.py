@@ -65,7 +65,7 @@ def checkpoints(folder):
 
 
 def load_latest(folder):
-    """Return the latest checkpoint that is whole, and [name, checksums]; else None and a word."""
+    """Return the latest checkpoint that is intact, and [name, checksums]; else None and a word."""
     for path in reversed(checkpoints(folder)):
         try:
             state, checksums = load(path)
@@ -76,13 +76,13 @@ def load_latest(folder):
 
 
 def load_together(folder, group):
-    """Return the latest checkpoint that is whole, or None; if ranks find others, all leave."""
+    """Return the latest checkpoint that is intact, or None; if ranks find others, all leave."""
     state, own = load_latest(folder)  # all ranks at once: none waits while rank 0 reads
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own, group)  # so all ranks know, and none goes on alone
     for rank, found in enumerate(everyone):
         if found == ["damage"]:  # to start anew would in time delete what can be repaired
-            sys.exit(f"rank {rank}: no checkpoint in {folder} is whole")
+            sys.exit(f"rank {rank}: no checkpoint in {folder} is intact")
         if found != everyone[0]:
             what = "other bytes" if found[0] == everyone[0][0] else found[0]
             sys.exit(f"rank {rank}: rank 0 goes on from {everyone[0][0]}, this rank found {what}")
