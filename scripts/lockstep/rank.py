@@ -97,8 +97,9 @@ def take_turns(turns):
     imported torch, and nothing else: as new as a rank that torchrun has restarted. Returns the exit
     code of a child that has failed, or was asked to end.
     """
+    if turns:  # an optimizer imports dynamo: once, before the forks
+        imports.import_quickly("torch.distributed", "torch._dynamo")
     for number, (flags, after) in enumerate(turns):
-        imports.import_quickly("torch")
         parent, is_last = os.getpid(), number == len(turns) - 1
         child = None if is_last else os.fork()
         if child and (code := wait_for_turn(child)):
