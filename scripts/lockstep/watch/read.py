@@ -109,6 +109,16 @@ class Rank:
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
 
+    def after_updates(self):
+        """Return for each update what the script then called itself, and sent to the disk."""
+        found = []
+        for event in self.events:
+            if event["what"] == "update":
+                found.append([])
+            elif found and (event["what"] in ("sync", "rename") or event.get("own")):
+                found[-1].append(event)
+        return found
+
     def heard(self, stream):
         """Return all that it has written to "stdout" or to "stderr", as one text."""
         return "".join(event["text"] for event in self.of("voice") if event["stream"] == stream)
