@@ -51,7 +51,7 @@ TABLE = (
     Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
     Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
-    Lesson("09", "batch_norm", TORCHRUN, TORCH),
+    Lesson("09", "batch_norm", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("10", "same_as_one_process", TORCHRUN, (*TORCH, "scikit-learn")),
     Lesson("11", "how_fast", TORCHRUN, TORCH),
     Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
