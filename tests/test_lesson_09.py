@@ -40,7 +40,7 @@ BREAKS = {
         "square()).sum(0) / count",
         "square()).sum(0) / (count - 1)",
     ),
-    "biased, not unbiased": ("variance * count / (count - 1))", "variance)"),
+    "biased, not unbiased": ("variance * count / (count - 1)", "variance"),
     "one pass": ("(values - own_mean).square()", "(values.square() - own_mean.square())"),
     "evaluation as in training": ("if not self.training:", "if False:"),
     "a training forward without gradients evaluates": (
@@ -73,7 +73,7 @@ BREAKS = {
     "no BatchNorm2d is converted": ("(nn.BatchNorm1d, nn.BatchNorm2d, nn.", "(nn.BatchNorm1d, nn."),
     "layers of a model are not converted": ("in model.modules()", "in [model]"),
     "a converted layer begins anew": (CLASS, f"{CLASS}; layer.reset_parameters()"),
-    "the model is not converted": ("            synchronise(model)\n", "            pass\n"),
+    "the model is not converted": ("model = convert(model)", "pass"),
     "the mean of a rank's own loss": (".square().sum() / count", ".square().mean()"),
     "gradients are not cleared": ("optimizer.zero_grad()", "pass"),
     "the same rows on all ranks": ("in (rank, rank + 1))", "in (0, 1))"),

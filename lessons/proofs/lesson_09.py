@@ -31,6 +31,7 @@ def refuse(args, world_size, ranks_here):
     return f"argument --batch-size: must be from {least}, 2 for each rank, to 100"
 
 
+@claims.one_thread()
 def judge(job, args, started, launcher):
     """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
     gpus = any(optimizer["device"] == "cuda" for optimizer in job[0].optimizers.values())

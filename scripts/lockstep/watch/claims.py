@@ -3,6 +3,7 @@
 A function that is called wrong_... returns what is wrong as a sentence, or None.
 """
 
+import contextlib
 import math
 from collections import Counter
 from itertools import chain
@@ -129,6 +130,19 @@ def wrong_in_words(job, lines):
 
 
 # --- One process ---
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Let torch compute in one thread: with small tensors the others only wait, at full speed."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fill(model, values):
