@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT
+from lockstep import own_time
+from lockstep.check import Job
 from lockstep.watch import read, report
 
 WATCHED = ROOT / "tests" / "watched"
@@ -177,6 +179,19 @@ def test_a_hang_names_who_waits_where(tmp_path):
     assert "rank 0 waits in all_reduce at train.py:" in finding["text"]
     assert finding["text"].endswith(f"barrier in group 0 at train.py:{line}; look first at rank 1")
     assert (finding["ranks"], finding["place"]) == ([1], f"train.py:{line}")
+
+
+@pytest.mark.parametrize("not_let, stands", ((0.0, True), (0.99, False)))
+def test_who_is_not_let_on_a_busy_machine_does_not_stand(not_let, stands, monkeypatch, tmp_path):
+    """In 40 s a process gets 0.4 s of the processors: it sleeps, or others have them."""
+    now = [0.0]
+    monkeypatch.setattr(own_time.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(own_time, "_times", lambda pid: (now[0] / 100, {"1": now[0] * not_let}))
+    flags = {"start": "torchrun", "source": "", "gpus": False, "patience": 30}
+    job = Job(SimpleNamespace(**flags), tmp_path)
+    for now[0] in range(1, 41):
+        said = job.stands([1])
+    assert said == stands
 
 
 def test_what_a_script_misses_when_its_ranks_have_left_is_no_fault():

@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from jupyter_client.manager import KernelManager
-from lockstep import ending
-from nbtools import blame, own_time, pictures
+from lockstep import ending, own_time
+from nbtools import blame, pictures
 from nbtools.record import Saved, Span, over_before_the_update, record, until_all_have_come
 
 # Ranks get the functions themselves: else they would import this file, and matplotlib with it.

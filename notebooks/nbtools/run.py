@@ -15,10 +15,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from lockstep import ending, network
+from lockstep.own_time import OwnTime
 
 from nbtools import blame
 from nbtools.blame import Failure, NotSent, RankFailed, describe, pickle, unpickle
-from nbtools.own_time import OwnTime
 
 # A forkserver imports torch once; each rank is then a fork of it, ready in 0.1 s. A plain fork of
 # the notebook's kernel can hang, because the kernel has threads; a spawn imports torch every time.

@@ -22,6 +22,7 @@ import psutil
 
 from lockstep import lessons, run
 from lockstep.flags import Flags, whole
+from lockstep.own_time import OwnTime
 from lockstep.watch import facts, messages, read, report
 
 FOR_GPUS = re.compile(r"\bnccl\b|\bcuda\b|\baccelerator\b", re.IGNORECASE)
@@ -103,7 +104,7 @@ class Job:
         self.on_cpu = not args.gpus and bool(FOR_GPUS.search(args.source))
         self.hung, self.interrupted, self.began = False, False, time.monotonic()
         self.output, self.code = "", None
-        self.moved, self.used, self.written = time.monotonic(), 0.0, 0
+        self.clock, self.written = OwnTime(), 0
 
     def how_it_starts(self):
         """Return (a word of lessons.py, the launcher): from --start, or from the script's text."""
@@ -169,17 +170,15 @@ class Job:
                 process.terminate()
 
     def stands(self, processes):
-        """Return whether these processes (their ids) have done next to nothing for --patience."""
-        used = 0.0
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                times = psutil.Process(process).cpu_times()
-                used += times.user + times.system
+        """Return whether these processes (their ids) have done next to nothing for --patience.
+
+        Seconds are their own: who is not let on a busy machine does not stand.
+        """
         written = sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
-        idle = self.args.patience / 30  # who waits uses a hundredth of a processor, or less
-        if written != self.written or used > self.used + idle or used < self.used:
-            self.written, self.used, self.moved = written, used, time.monotonic()
-        return time.monotonic() - self.moved > self.args.patience
+        if written != self.written:
+            self.clock, self.written = OwnTime(), written
+        self.clock.look(processes)
+        return self.clock.still > self.args.patience
 
     def ask_who_waits(self):
         """Let each rank write down its calls and where it stands. It has half a minute."""

@@ -10,6 +10,7 @@ TORCHRUN = "torchrun"  # ranks.py starts them, as the command torchrun does
 LAUNCH_JOB = "launch_job"  # the script does, by launch_job(func, nproc, *args); all on one machine
 REHEARSAL = "rehearsal"  # rehearsal.py does: two launchers play two machines
 ITSELF = "itself"  # the script does, in its own ways; all on one machine
+BY_HAND = "by hand"  # by_hand.py does, by lines that a person could type; all on one machine
 ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
 
 ON_SEVERAL_MACHINES = (TORCHRUN, LAUNCH_JOB, REHEARSAL)
@@ -46,7 +47,7 @@ TABLE = (
     Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
     Lesson("02", "launch_ddp", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "wrapt")),
-    Lesson("04", "init_methods", ITSELF, TORCH),
+    Lesson("04", "init_methods", BY_HAND, (*TORCH, "wrapt")),
     Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard", "wrapt")),
     Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
@@ -64,7 +65,7 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
-    Lesson("16", "all_reduce", TORCHRUN, TORCH),
+    Lesson("16", "all_reduce", TORCHRUN, (*TORCH, "wrapt")),
     Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
     Lesson("18", "sharding", TORCHRUN, TORCH),
     Lesson("19", "hang_clinic", ITSELF, TORCH),
