@@ -2,7 +2,7 @@
 
 The script knows nothing of this file; see lesson_02.py. Which messages its ranks send, and what
 rank 0 prints, is seen. A run has one number of ranks, and does not show who forgets to wait. So
-threads play 1 to 8 ranks with the script's functions (played_messages.py), also with few and odd numbers.
+threads play 1 to 8 ranks with the script's functions (played_messages.py), also with few numbers.
 Times are the script's own, as rank 0 tells them: who measured them again would measure others.
 """
 

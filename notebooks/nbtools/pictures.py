@@ -193,15 +193,15 @@ def strip(events, title, places, steps=None, holds=None):
 
 
 def rounds(world_size, act, holds):
-    """Let threads play ranks (lockstep/watch/stage.py); return what they send, for a strip.
+    """Let threads play ranks (watch/played_messages.py); return what they send, for a strip.
 
     Each calls act(rank, world_size). Returns (events, with a step for each round; places; boxes):
     a box has the numbers of the list holds(rank), in lines of two.
     """
-    from lockstep.watch import stage  # needs wrapt, which not every page has
+    from lockstep.watch import played_messages  # needs wrapt, which not every page has
 
-    ranks = stage.play(world_size, act, holds)
-    messages = stage.on_a_clock([rank.rounds for rank in ranks])
+    ranks = played_messages.play(world_size, act, holds)
+    messages = played_messages.on_a_clock([rank.rounds for rank in ranks])
     boxes, places = {}, [f"rank {rank.number}" for rank in ranks]
     for rank, place in zip(ranks, places, strict=True):
         ends = sorted({end for end, *both, _ in messages if rank.number in both})
