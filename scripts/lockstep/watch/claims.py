@@ -3,6 +3,7 @@
 A function that is called wrong_... returns what is wrong as a sentence, or None.
 """
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -185,6 +186,19 @@ def same_bits(one, other):
 
 
 # --- One process ---
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Let torch compute in one thread: with small tensors the others only wait, at full speed."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fill(model, values):

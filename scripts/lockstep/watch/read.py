@@ -142,11 +142,15 @@ class Rank:
 
     def values_at_end(self):
         """Return the last parameters of the first model that was seen: {name: vector}."""
+        kept = self.kept(self.states[0])
+        return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
+
+    def kept(self, event):
+        """Return all vectors of an event that has them in a file of its own: {name: vector}."""
         import numpy as np
 
-        state = self.states[0]
-        with np.load(Path(self.folder, state["values"])) as kept:
-            return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
+        with np.load(Path(self.folder, event["values"])) as kept:
+            return dict(kept)
 
     def count(self):
         """Return how many updates were made, by all optimizers."""
