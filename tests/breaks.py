@@ -243,7 +243,8 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
                 turns[name] = proof.turns(args, nproc, place)
         by_hand = lesson.start == lessons.BY_HAND
         ports = dict(zip(sources, free_ports(len(sources)), strict=True)) if by_hand else None
-        given = sources, places, flags, proof.KEEP_VALUES, machines, turns, ports
+        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        given = sources, places, flags, values, machines, turns, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
@@ -282,7 +283,7 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, turn
             continue
         place = Path(places[name], f"turn_{number}")
         place.mkdir(exist_ok=True)
-        os.environ |= facts.environment(place, "script.py", 0, values)
+        os.environ |= facts.environment(place, "script.py", 0, *values)
         os.environ["LOCKSTEP_WATCH_SIGTERM"] = str(after)
         if not begun:
             hooks.start()

@@ -100,8 +100,8 @@ class Watch:
             from lockstep.watch import facts
 
             self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_", dir=self.place)
-            values = self.proof.KEEP_VALUES
-            os.environ.update(facts.environment(self.folder.name, self.script, 0, values))
+            wanted = self.proof.KEEP_VALUES, getattr(self.proof, "STORAGES", False)
+            os.environ.update(facts.environment(self.folder.name, self.script, 0, *wanted))
             if hasattr(self.proof, "turns"):
                 turns = self.proof.turns(self.args, self.world_size, self.place)
                 os.environ["LOCKSTEP_TURNS"] = json.dumps(turns)

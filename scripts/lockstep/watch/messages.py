@@ -67,6 +67,10 @@ def join(init, instance, args, kwargs):
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     faulthandler.enable(stack)  # if C++ ends this process
     be_ready_for_a_hang()
+    if facts.settings["storages"]:
+        from lockstep.watch import storages
+
+        storages.begin()
     return result
 
 
