@@ -193,7 +193,7 @@ def strip(events, title, places, steps=None, holds=None):
 
 
 def rounds(world_size, act, holds):
-    """Let threads play ranks (lockstep/watch/played_messages.py); return what they send, for a strip.
+    """Let threads play ranks (watch/played_messages.py); return what they send, for a strip.
 
     Each calls act(rank, world_size). Returns (events, with a step for each round; places; boxes):
     a box has the numbers of the list holds(rank), in lines of two.
