@@ -1,9 +1,8 @@
 """Lesson 19: it hangs: which rank is it, and how do I find out?
 
-A job that stands still says nothing. So each rank leaves behind where it stands and what it has
-called last, again and again, in files of its own; nothing is sent. Whoever reads the files of all
-ranks sees where their ways part: lesson_19.sh --files does. Here three ranks train until the loss
-is small, each by its own loss. The launcher lets six tools look at ten such jobs.
+A job that stands still says nothing. So each rank writes down where it stands and what it has
+called last, again and again; nothing is sent. Who reads the files of all ranks sees where their
+ways part. Here each rank trains until its own loss is small; six tools look at ten such jobs.
 
 Run it:  bash scripts/lesson_19.sh --patient early_stop [--tool stacks] [--nproc 3]
 By hand: torchrun --standalone --nproc-per-node=3 lessons/lesson_19_hang_clinic.py --files FOLDER
@@ -75,13 +74,15 @@ def leave_calls(path, seconds=300):
     """Write to `path` the last calls of this rank: every `seconds`, and when Python ends."""
     Path(path).unlink(missing_ok=True)  # of an earlier job
     take_notes()
+    writing = threading.Lock()
 
     def write_again_and_again():
         while not time.sleep(seconds):
-            write_calls(path)
+            with writing:
+                write_calls(path)
 
     threading.Thread(target=write_again_and_again, daemon=True).start()
-    atexit.register(leave_last_calls, path)  # after an error, too
+    atexit.register(leave_last_calls, path, writing)  # after an error, too
 
 
 def take_notes():
@@ -153,8 +154,9 @@ def noting_waits(wait):
     return noted
 
 
-def leave_last_calls(path):
+def leave_last_calls(path, writing):
     """Write the calls of a rank that ends: in good order, or by an error after more calls."""
+    writing.acquire()  # for good: what the clock writes later would not know of the end
     faulthandler.cancel_dump_traceback_later()  # not in a fork: it would wait for ever there
     leave_no_stacks()
     ended = not hasattr(sys, "last_value")  # that would be the error which has ended it
@@ -169,7 +171,8 @@ def write_calls(path, ended=False, before=None):
     """
     began = time.time()
     unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
-    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()) | {"notes": list(NOTES)}
+    recorded = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    dump = {"entries": []} | recorded | {"notes": list(NOTES)}  # before a call, it has no entries
     times = [call["time_created_ns"] / 1e9 for call in dump["entries"] + dump["notes"]]
     if before is not None and max(times, default=1) <= before:
         return  # the list of the standstill is the better one
@@ -213,8 +216,8 @@ def be_one_of(job, args):
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = {"store": None if world_size > 1 else dist.HashStore()}  # alone, nobody has to be found
-    limit = timedelta(seconds=args.limit)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=limit, **place)
+    place |= {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.limit)}
+    dist.init_process_group("gloo", **place)
     if args.files:
         os.makedirs(args.files, exist_ok=True)
         leave_stacks(f"{args.files}/stacks_{rank}", 0.5 * args.limit)
@@ -226,7 +229,7 @@ def be_one_of(job, args):
 
 
 def main(args):
-    """Be one rank of a job that hangs, if it has several."""
+    """Be one rank of a job that hangs, if it has several ranks."""
     be_one_of(early_stop, args)
 
 
@@ -236,11 +239,9 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     files = "folder in which ranks leave their files; of the launcher: in which they have"
     parser.add_argument("--files", metavar="FOLDER", help=files)
-    wait = "seconds that ranks wait for each other: %(default)s"
-    parser.add_argument("--limit", type=int, default=3, help=wait)
-    steps = "steps before the trouble: %(default)s"
-    parser.add_argument("--steps", type=int, default=3, help=steps)
-    parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch: %(default)s")
+    parser.add_argument("--limit", type=int, default=3, help="seconds of waiting: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="before the trouble: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     return parser.parse_args(argv)
 

@@ -265,7 +265,7 @@ def named_at_the_end(ends, waits, left):
             lines.append(f"rank {end} waits for a worker of its loader: see `py-spy dump` of that")
         elif not left[end].ended:
             lines.append(f"if rank {end} waits for something there, a lock, a file, a queue: then")
-            lines.append("the cause is the rank that should have given it back, or made it")
+            lines.append("the cause is who should have given it: another rank, or another thread")
     return named if len(named) == len(ends) else [], lines
 
 
@@ -349,38 +349,41 @@ def left_out(calls, last):
     """
     calls = calls[: calls.index(last) + 1] if last in calls else []
     for depth in range(len(last.way), 0, -1):
-        if missing := missing_between(turns(calls, last.way[:depth])):
+        if missing := missing_between(*turns(calls, last.way[:depth])):
             return missing
     return []
 
 
 def turns(calls, way):
-    """Return [[calls that begin by this way, the calls after them], ...], one for each round."""
-    rounds = []
+    """Return (the calls before the first round, the rounds).
+
+    A round is [calls that begin by this way, the calls after them].
+    """
+    begin, rounds = [], []
     for call in calls:
         inside = call.way[: len(way)] == way
         if inside and (not rounds or rounds[-1][1]):
             rounds.append([[], []])
-        if rounds:
-            rounds[-1][0 if inside else 1].append(told(call))
-    return rounds
+        (rounds[-1][0 if inside else 1] if rounds else begin).append(told(call))
+    return begin, rounds
 
 
-def missing_between(rounds):
+def missing_between(begin, rounds):
     """Return the calls that are missing in the last round, or just before it.
 
-    Only what all rounds before had counts, and there must be two of them at least.
+    Only what was there each time before counts, and that must have been twice at least.
     """
     *before, now = rounds or [[[], []]]
-    own = before[0][0] if len(before) > 1 else []
+    earlier = [[[], begin], *before] if begin else before
+    own = before[0][0] if before else []
     if own and all(inside == own for inside, _ in before):
         parted = next((n for n, call in enumerate(now[0][: len(own)]) if call != own[n]), None)
-        if parted is not None:
+        if parted is not None and len(before) > 1:
             return [own[parted]]
-        if len(now[0]) > len(own):  # two rounds in one: nothing has come between them
-            return list(always_after(before))
-    if len(before) > 2:
-        return list(always_after(before[:-1]) - Counter(before[-1][1]))
+        if parted is None and len(now[0]) > len(own) and len(earlier) > 1:
+            return list(always_after(earlier))  # two rounds in one: nothing has come between them
+    if len(earlier) > 2:
+        return list(always_after(earlier[:-1]) - Counter(earlier[-1][1]))
     return []
 
 
