@@ -19,6 +19,7 @@ import argparse
 import atexit
 import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -72,6 +73,7 @@ def leave_no_stacks():
 
 def leave_calls(path, seconds=300):
     """Write to `path` the last calls of this rank: every `seconds`, and when Python ends."""
+    importlib.import_module("torch._dynamo")  # the first list does: no optimizer may get half of it
     Path(path).unlink(missing_ok=True)  # of an earlier job
     take_notes()
     writing = threading.Lock()
@@ -212,8 +214,6 @@ def early_stop(rank, world_size, steps, rows):
 
 def be_one_of(job, args):
     """Be one rank of a job that may hang, and leave files, if there is a folder for them."""
-    import torch._dynamo  # an optimizer wants it: its import may take longer than the limit
-
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = {"store": None if world_size > 1 else dist.HashStore()}  # alone, nobody has to be found
     place |= {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.limit)}

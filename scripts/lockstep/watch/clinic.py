@@ -6,6 +6,8 @@ scripts/lesson_19.sh --files FOLDER calls that, and `judge` is what the check of
 """
 
 import contextlib
+import functools
+import operator
 import os
 import pickle
 import re
@@ -301,8 +303,9 @@ def against(row, waits, left):
         always = "has always called before it came here, and not this time:"
         lines = [f"rank {rank} {always} {'; '.join(missing[rank])}" for rank in named]
         if 2 * len(named) < len(row) or len(row) == 2:
-            return named, lines
-        return [], [*lines, "or should all have left it out? They are not the fewer ones"]
+            return named, [*lines, "it has left that out, or has come here once too often"]
+        others = who([rank for rank in row if rank not in named])
+        return [], [*lines, f"or should {others} have left it out, too? Most have"]
     sides = {}
     for rank, call in row.items():
         sides.setdefault(call[1:5], []).append(rank)
@@ -348,6 +351,8 @@ def left_out(calls, last):
     A loop may be around any line of the way, so the inner ones are tried first.
     """
     calls = calls[: calls.index(last) + 1] if last in calls else []
+    if last.way not in {call.way for call in calls[:-1]}:
+        return []  # that it comes here at all is what is new
     for depth in range(len(last.way), 0, -1):
         if missing := missing_between(*turns(calls, last.way[:depth])):
             return missing
@@ -374,25 +379,25 @@ def missing_between(begin, rounds):
     Only what was there each time before counts, and that must have been twice at least.
     """
     *before, now = rounds or [[[], []]]
-    earlier = [[[], begin], *before] if begin else before
     own = before[0][0] if before else []
     if own and all(inside == own for inside, _ in before):
         parted = next((n for n, call in enumerate(now[0][: len(own)]) if call != own[n]), None)
         if parted is not None and len(before) > 1:
             return [own[parted]]
-        if parted is None and len(now[0]) > len(own) and len(earlier) > 1:
-            return list(always_after(earlier))  # two rounds in one: nothing has come between them
-    if len(earlier) > 2:
-        return list(always_after(earlier[:-1]) - Counter(earlier[-1][1]))
-    return []
+        if parted is None and len(now[0]) > len(own):  # two rounds in one: nothing came between
+            return list(always_after(begin, before))
+    return list(always_after(begin, before[:-1]) - Counter(before[-1][1])) if before else []
 
 
-def always_after(rounds):
-    """Return the calls that came after the others in each of these rounds, as a Counter."""
-    always = Counter(rounds[0][1])
-    for _, after in rounds:
-        always &= Counter(after)
-    return always
+def always_after(begin, rounds):
+    """Return the calls that came after the others in each of these rounds, as a Counter.
+
+    There must be two. If there is one, what came before the first round counts as another.
+    """
+    segments = [Counter(after) for _, after in rounds]
+    if len(segments) == 1:
+        segments.append(Counter(begin))
+    return functools.reduce(operator.and_, segments) if segments else Counter()
 
 
 def parting(rank, row, left):
