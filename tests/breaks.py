@@ -28,7 +28,7 @@ import cloudpickle
 from conftest import run_warm
 from lockstep import lessons, proofs
 from lockstep.watch import read
-from nbtools import run
+from nbtools import free_ports, run
 from nbtools.run import process_group
 
 # Send the functions of this file to the ranks, so that no rank has to import this file.
@@ -65,7 +65,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
         if (mesh or nproc) not in numbers:
             del sources[name]
     importlib.import_module("sklearn.datasets")  # then run() imports it once, not in each rank
-    if lesson.start in (lessons.ONE_PROCESS, lessons.LAUNCH_JOB, lessons.ITSELF):
+    if lesson.start not in (lessons.TORCHRUN, lessons.REHEARSAL):
         flags = [*flags, "--nproc", nproc]
     words = [str(flag) for flag in flags]
     said = {}
@@ -227,11 +227,18 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
     """Return {name: (passed, claim)} of what the lesson's proof says of each source."""
     proof, said = proofs.of_lesson(lesson), {}
     args = proofs.read_flags(lesson.script, flags, nproc, nproc)
+    if lesson.start == lessons.BY_HAND:  # what fails in a play might hang in a run, for minutes
+        for name, source in sources.items():
+            with patch.object(proof, "lesson", as_module(source)):
+                said[name] = False, proof.wrong_in_plays()
+        said = {name: verdict for name, verdict in said.items() if verdict[1]}
+        sources = {name: source for name, source in sources.items() if name not in said}
     with tempfile.TemporaryDirectory() as folder:
         places = {name: str(Path(folder, str(n))) for n, name in enumerate(sources)}
         for place in places.values():
             Path(place).mkdir()
-        given = sources, places, flags, proof.KEEP_VALUES, machines
+        ports = free_ports(len(sources)) if lesson.start == lessons.BY_HAND else None
+        given = sources, places, flags, proof.KEEP_VALUES, machines, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
@@ -252,19 +259,27 @@ def as_module(source):
     return module
 
 
-def run_watched(rank, world_size, sources, places, flags, values, machines):
-    """Run each source on this rank, watched; return {name: why it could not be, or None}."""
+def run_watched(rank, world_size, sources, places, flags, values, machines, ports):
+    """Run each source on this rank, watched; return {name: why it could not be, or None}.
+
+    With ports, a source joins a group of its own, and is told to meet there.
+    """
+    import torch.distributed as dist
     from lockstep.watch import facts, hooks
 
     ended = {}
+    if ports:
+        dist.destroy_process_group()
     for number, (name, source) in enumerate(sources.items()):
         os.environ |= facts.environment(places[name], "script.py", 0, values)
         if number == 0:
             hooks.start()
         forget()
         tell_place(rank, world_size, machines)
+        if ports:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
         try:
-            run_main(rank, world_size, source, flags)
+            run_main(rank, world_size, source, flags, joins=bool(ports))
             ended[name] = None
         except SystemExit as stop:
             ended[name] = str(stop) if stop.code else None
@@ -298,8 +313,11 @@ def forget():
     facts.begin()
 
 
-def run_main(rank, world_size, source, flags):
-    """Run a script's main() on a rank, whose group exists already, as if it joined it."""
+def run_main(rank, world_size, source, flags, joins=False):
+    """Run a script's main() on a rank, whose group exists already, as if it joined it.
+
+    If it `joins`, it makes the group itself.
+    """
     import torch
     import torch.distributed as dist
     from lockstep.watch import messages, models, output
@@ -321,9 +339,10 @@ def run_main(rank, world_size, source, flags):
 
         script["launch_job"] = launch_job
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(dist, "init_process_group", join))
-        leave = lambda *_: models.note_states()  # noqa: E731
-        stack.enter_context(patch.object(dist, "destroy_process_group", leave))
+        if not joins:
+            stack.enter_context(patch.object(dist, "init_process_group", join))
+            leave = lambda *_: models.note_states()  # noqa: E731
+            stack.enter_context(patch.object(dist, "destroy_process_group", leave))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         output.listen()

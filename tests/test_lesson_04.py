@@ -8,8 +8,6 @@ import re
 import shlex
 import socket
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
@@ -19,12 +17,12 @@ import torch
 import torch.distributed as dist
 from breaks import check_breaks
 from conftest import ENVIRONMENT, ROOT, finish, run_lesson, run_warm, start_program
-from nbtools import free_ports, run, wait_for_all
+from lockstep import by_hand, network, proofs
+from nbtools import run
+from warm_launcher import be_launcher
 
 # `run` sends the functions of this file to the ranks, so that no rank imports this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-OF_A_JOB = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 BREAKS = {
     "no roll call": ("    call_the_roll(store, rank, world_size, limit)\n", ""),
@@ -37,15 +35,8 @@ BREAKS = {
     "no key space of one's own": ("store = dist.PrefixStore(", "dist.PrefixStore("),
     "rank taken for local rank": ('int(os.environ["RANK"])', 'int(os.environ["LOCAL_RANK"])'),
     "world size of one machine": ('["WORLD_SIZE"])', '["LOCAL_WORLD_SIZE"])'),
-    "a store that nobody closes": (
-        'return dist.TCPStore(host.strip("[]"), int(port), world_size, **options)',
-        "return globals().setdefault(place, "
-        'dist.TCPStore(host.strip("[]"), int(port), world_size, **options))',
-    ),
-    "an address that only this machine knows": (
-        'host, _, port = place.rpartition(":")\n    options',
-        'host, port = "127.0.1.1", place.rpartition(":")[2]\n    options',
-    ),
+    "a socket that nobody closes": ("server.detach()", "os.dup(server.detach())"),
+    "another address": ('create_server((host.strip("[]")', 'create_server(("127.0.1.1"'),
     "a port of its own choice": ("int(port)), family", "29517), family"),
     "on all addresses": ('create_server((host.strip("[]"), int', 'create_server(("", int'),
     "rank 0 is not looked for": ("r in range(world_size) if", "r in range(1, world_size) if"),
@@ -54,10 +45,7 @@ BREAKS = {
     "who comes late is let in": ("verdict = problem or ", "verdict = "),
     "rank 0 leaves before the others are told": ("if rank == 0:  # who", "if False:  # who"),
     "nobody says that it is told": ('        store.add("told", 1)\n', ""),
-    "complete, whatever was found before": (
-        'compare_set("verdict", "", "complete")',
-        'set("verdict", "complete")',
-    ),
+    "complete, whatever was found": ('compare_set("verdict", "", "c', 'set("verdict", "c'),
     "each sets the world size, then reads it": (
         'store.compare_set("world size", "", str(world_size)).decode()',
         '(store.set("world size", str(world_size)), store.get("world size").decode())[1]',
@@ -66,20 +54,18 @@ BREAKS = {
         'store.add(f"rank {rank}", 1) > 1',
         'store.check([f"rank {rank}"]) or store.set(f"rank {rank}", "1")',
     ),
+    "only rank 0 calls the roll": ("    call_the_roll(store,", "    rank or call_the_roll(store,"),
+    "waits twice as long as it was told": ('["verdict"], limit)', '["verdict"], 2 * limit)'),
+    "numbers that are not added up": ("dist.all_reduce(numbers)", "numbers *= world_size"),
+    "each rank adds the same": ("(args.batch_size,), rank + 1", "(args.batch_size,), 1"),
     "gloo, whatever backend was asked for": ("group(backend, ", 'group("gloo", '),
     "the group meets without the store": ("store=store, rank=rank,", "rank=rank,", (2, 3)),
     "rank 0 waits for all, before the roll call": (', "wait_for_workers": False', ""),
     "rank 0 listens under torchrun, too": ('!= "True":', '!= "true":'),
-    "the group has another timeout": (
-        "world_size=world_size, timeout=limit",
-        "world_size=world_size",
-    ),
+    "the group has another timeout": ("world_size, timeout=limit", "world_size"),
     "every rank holds a store": ("if rank == 0 and", "if"),
     "all join as rank 0": ("store=store, rank=rank,", "store=store, rank=0,"),
-    "each joins a world of its own": (
-        "rank=rank, world_size=world_size,",
-        "rank=rank, world_size=1,",
-    ),
+    "each joins a world of its own": (" world_size=world_size,", " world_size=1,"),
 }
 with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
     BREAKS |= {  # where there is IPv6
@@ -93,7 +79,8 @@ def test_each_break_ends_in_fail(nproc):
     check_breaks(4, BREAKS, nproc)
 
 
-# --- The script ---
+# --- The launcher, and the script in its hands ---
+
 
 RUNS = {"tcp": (3, 21), "file": (2, 13), "store": (2, 13)}  # method: (ranks, their sum)
 with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
@@ -104,44 +91,66 @@ with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socke
 @pytest.mark.parametrize("method", RUNS)
 def test_ranks_meet_by_each_method(method):
     nproc, total = RUNS[method]
-    place = f"{method}:{lesson.free_port()}" if method.endswith("]") else method
+    place = f"{method}:{network.free_port()}" if method.endswith("]") else method
     flags = ["--init", place, "--nproc", nproc, "--seed", 5, "--steps", 2, "--json"]
-    ((code, stdout),) = run_warm(lesson.__file__, 1, *flags, unset=OF_A_JOB)
-    facts = json.loads(stdout.splitlines()[-1])
-    assert (code, facts["passed"], facts["init"]) == (0, True, method.partition(":")[0]), stdout
+    if method == "file":  # in new processes: what a rank has imported decides whether it closes it
+        facts = run_lesson(4, *flags).json
+    else:
+        ((code, stdout, stderr),) = run(be_launcher, 1, flags)
+        assert (code, stderr) == (0, []), stdout
+        facts = json.loads(stdout[-1])
+    assert (facts["passed"], facts["init"]) == (True, method.partition(":")[0])
     assert (facts["ranks_seen"], facts["all_reduce"]) == (list(range(nproc)), total)
 
 
+def test_one_rank_by_hand_is_judged_by_what_is_seen_of_it():
+    place = f"tcp://127.0.0.1:{network.free_port()}"
+    ((code, stdout, _),) = run(be_launcher, 1, ["--init", place, "--rank", 0, "--nproc", 1])
+    assert code == 0 and stdout[-1].startswith("PASS rank 0 met by tcp, and name"), stdout
+
+
+def test_a_rank_that_is_killed_is_named_and_leaves_no_file(tmp_path):
+    flags = ["--init", f"file://{tmp_path}/meeting_place"]
+    ((code, _, stderr),) = run(be_launcher, 1, flags, 1)
+    assert (code, stderr) == (1, ["rank 1 failed: killed by SIGKILL"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.claim("C9")
+def test_a_port_that_is_taken_is_said_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as other_job:
+        flag = f"--init=tcp://127.0.0.1:{other_job.getsockname()[1]}"
+        ((code, _, stderr),) = run(be_launcher, 1, [flag])
+    assert code == 1 and re.match("rank 0 failed: OSError: .*Address already in use", *stderr)
+
+
 def be_typed(rank, world_size, lines):
-    """Be what was typed into terminal `rank`: a shell's words, of which some set variables."""
+    """Be what was typed into terminal `rank`: variables, and flags; return what it prints."""
     dist.destroy_process_group()
-    words = shlex.split(lines[rank])
-    script = words.index(lesson.__file__)
-    os.environ.update(word.split("=", 1) for word in words[1:script] if "=" in word)
-    args = lesson.parse_args(words[script + 1 :])
+    for name in by_hand.OF_A_JOB:
+        os.environ.pop(name, None)
+    variables, flags = lines[rank]
+    os.environ |= {name: str(value) for name, value in variables.items()}
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        code = lesson.conclude(*lesson.main(args), args.json)
-    return code, stdout.getvalue().splitlines()
+        lesson.main(lesson.parse_args(flags))
+    return stdout.getvalue().splitlines()[-1]
 
 
 @pytest.mark.claim("B6", "B2", "E12")
 @pytest.mark.parametrize("method", ["env", "tcp"])
 def test_printed_lines_start_the_ranks_by_hand(method):
-    """The rank is the number of the process; rank 0 alone says the verdict."""
+    """The rank is the number of the process."""
     args = lesson.parse_args([f"--init={method}"])
-    place = f"127.0.0.1:{lesson.free_port()}"
-    lines = [lesson.command_line(args, place, rank) for rank in (0, 1)]
-    assert [line.startswith("env RANK=") for line in lines] == [method == "env"] * 2
-    zero, one = run(be_typed, 2, lines)
-    met = "rank {} has met all 2; the sum is 3"
-    assert (one[0], one[1][1:]) == (0, [met.format(1)])
-    assert (zero[0], zero[1][1]) == (0, met.format(0)) and zero[1][-1].startswith("PASS rank")
+    place = f"127.0.0.1:{network.free_port()}"
+    lines = [by_hand.what_is_typed(args, method, place, rank) for rank in (0, 1)]
+    said = [f"rank {rank} has met all 2; the sum is 3" for rank in (0, 1)]
+    assert run(be_typed, 2, lines) == said
 
 
 RESTARTED = """
 import os, signal
 import lesson_04_init_methods as lesson
-code = lesson.conclude(*lesson.main(lesson.parse_args([])), False)
+lesson.main(lesson.parse_args([]))
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -160,24 +169,6 @@ def test_under_torchrun_ranks_meet_also_after_a_restart(tmp_path):
     assert len(re.findall("has met all 2; the sum is 3", ended.stdout)) == 4
 
 
-@pytest.mark.claim("C9")
-def test_a_port_that_is_taken_is_said_in_one_line():
-    with socket.create_server(("127.0.0.1", 0)) as other_job:
-        flag = f"--init=tcp://127.0.0.1:{other_job.getsockname()[1]}"
-        ((code, stdout),) = run_warm(lesson.__file__, 1, flag, unset=OF_A_JOB)
-    assert code == 1
-    assert re.match(r"FAIL rank 0: OSError: .*Address already in use", stdout.splitlines()[-1])
-
-
-def test_a_rank_that_is_killed_is_named(tmp_path):
-    line = "    where = choose_device(rank, args.nproc)\n"
-    source = Path(lesson.__file__).read_text()
-    killed = source.replace(line, f"{line}    rank != 1 or os.kill(os.getpid(), 9)\n")
-    (tmp_path / "killed.py").write_text(killed)
-    ((code, stdout),) = run_warm(tmp_path / "killed.py", 1, unset=OF_A_JOB)
-    assert code == 1 and re.match("FAIL rank 1: .*SIGKILL", stdout.splitlines()[-1])
-
-
 BAD = {
     "--init carrier-pigeon": "--init",
     "--init tcp --rank 0": "--init",
@@ -191,7 +182,6 @@ BAD = {
     "--init file:///dev": "'/dev' is a folder",
     "--init file:///dev/null --rank 0": "'/dev/null' is a folder or a device",
     "--init tcp://127.0.0.1:29500 --rank 2": "--rank",
-    "--init tcp://127.0.0.1:29500 --rank -1": "--rank",
     f"--init file://{shlex.quote(__file__)}": "is left from an earlier run",
 }
 
@@ -200,92 +190,29 @@ BAD = {
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_values_are_refused(capsys, flags):
     with pytest.raises(SystemExit) as stop:
-        lesson.parse_args(shlex.split(flags))
+        proofs.read_flags(lesson.__file__, shlex.split(flags), 1, 1)
     assert stop.value.code == 2 and BAD[flags] in capsys.readouterr().err
 
 
 @pytest.mark.claim("E12")
 def test_env_needs_numbers_and_an_address(monkeypatch, capsys):
-    good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
-    for name, bad in [("", ""), *((name, "") for name in good), ("RANK", "2"), ("RANK", "x")]:
-        for key, value in (good | {name: bad}).items():
-            monkeypatch.setenv(key or "UNUSED", value)
-        if not name:
-            args = lesson.parse_args([])
-            assert (args.rank, args.nproc, args.place) == (0, 2, "[::1]:29500")
-            continue
+    good = dict(zip(by_hand.VARIABLES, ("0", "2", "::1", "29500"), strict=True))
+    monkeypatch.setattr(os, "environ", {**os.environ, **good})
+    assert by_hand.told(proofs.read_flags(lesson.__file__, [], 1, 1)) == 0
+    for bad in [*({name: ""} for name in by_hand.VARIABLES), {"RANK": "x"}]:
+        monkeypatch.setattr(os, "environ", {**os.environ, **good, **bad})
         with pytest.raises(SystemExit):
-            lesson.parse_args([])
-        assert "set WORLD_SIZE" in capsys.readouterr().err or bad == "2"
-
-
-def wait_once_rank_2_is_here(self, keys, limit):
-    super(type(self), self).wait(["rank 2"], timedelta(seconds=60))
-    super(type(self), self).wait(keys, limit)
-
-
-def read_slowly(self, key):
-    time.sleep(0.5 if key == "verdict" else 0)
-    return super(type(self), self).get(key)
-
-
-def come_to_a_roll_call(number, count, comers, port):
-    """Be one of the processes that come; rank 0 listens before the others call. What is said?"""
-    dist.destroy_process_group()
-    rank, world_size, seconds, waits_for, changed = comers[number]
-    if rank > 0:
-        wait_for_all(number, count, "rank 0 listens")
-    store = lesson.open_store(f"127.0.0.1:{port}", rank, world_size, timedelta(seconds=60))
-    if rank == 0:
-        wait_for_all(number, count, "rank 0 listens")
-    if waits_for:
-        store.wait(waits_for)
-        time.sleep(0.5)
-    dist.PrefixStore = type("Changed", (dist.PrefixStore,), changed)
-    try:
-        lesson.join(store, rank, world_size, limit=timedelta(seconds=seconds))
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-
-
-# What all must be told: [(rank, world size, limit, what it waits for first, what its store does)].
-COMERS = {
-    "not here after 0:00:00.500000: rank 1": [
-        (0, 3, 0.5, [], {"wait": wait_once_rank_2_is_here}),
-        (2, 3, 60, [], {"get": read_slowly}),
-    ],
-    "rank 1 has world size 4, another rank has 3": [
-        (0, 3, 60, [], {}),
-        (1, 4, 60, ["job, attempt 0/rank 0"], {}),
-        (2, 3, 60, ["job, attempt 0/verdict"], {}),
-    ],
-}
-
-
-@pytest.mark.claim("E9")
-@pytest.mark.parametrize("words", COMERS)
-def test_rank_0_keeps_the_store_until_all_are_told(words):
-    """Who reads slowly is told who is missing, and who comes late that there was a problem."""
-    comers = COMERS[words]
-    assert run(come_to_a_roll_call, len(comers), comers, *free_ports(1)) == [words] * len(comers)
-
-
-PROJECT = """
-
-if __name__ == "__main__":
-    place, rank, world_size = told_by_environment()
-    store = open_store(place, rank, world_size)
-    join(store, rank, world_size)
-    dist.all_reduce(total := torch.tensor([rank + 1]))
-    print(total.item())
-    dist.destroy_process_group()
-"""
+            proofs.read_flags(lesson.__file__, [], 1, 1)
+        assert "set WORLD_SIZE" in capsys.readouterr().err
 
 
 def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
-    source = Path(lesson.__file__).read_text().replace(lesson.__doc__, "")
-    (tmp_path / "own.py").write_text(source.partition("# --- The proof ---")[0] + PROJECT)
-    assert run_warm(tmp_path / "own.py", 2) == [(0, "3\n")] * 2
+    technique = Path(lesson.__file__).read_text().partition("# --- The example ---")[0]
+    own = (
+        "place, *who = told_by_environment()\njoin(open_store(place, *who), *who)\ndist.barrier()\n"
+    )
+    (tmp_path / "own.py").write_text(technique + own)
+    assert run_warm(tmp_path / "own.py", 2) == [(0, "")] * 2
 
 
 def test_each_message_of_the_page_is_in_the_list_of_errors():

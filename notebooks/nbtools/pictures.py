@@ -2,6 +2,7 @@
 
 lanes     time to the right, one lane for each rank, thread or device: compute, send, wait
 strip     one column of boxes for each moment, one panel of arrows for each step, with bytes
+rounds    what ranks send in a function, for such a strip: threads play them
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
 
@@ -21,6 +22,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from nbtools.record import Collective, Message, Recorder, Span, record, waits
 
 __all__ = [
+    "LINES",
     "Collective",
     "Message",
     "Recorder",
@@ -29,6 +31,7 @@ __all__ = [
     "lanes",
     "matrices",
     "record",
+    "rounds",
     "strip",
     "verdicts",
     "waits",
@@ -40,6 +43,13 @@ LOOK = {  # kind: (face colour, hatch, legend)
     "wait": ("#FFFFFF", "....", "waits"),
     "average": ("#009E73", "\\\\\\\\", "averages gradients"),
 }
+LINES = [  # looks of five curves, with marks
+    {"linestyle": ":", "marker": "o", "color": "#D55E00"},
+    {"linestyle": "-.", "marker": "^", "color": "#E69F00"},
+    {"linestyle": "-", "marker": "s", "color": "#0072B2"},
+    {"linestyle": "--", "marker": "D", "color": "#009E73"},
+    {"linestyle": (0, (7, 2, 1, 2, 1, 2)), "marker": "x", "color": "black"},
+]
 ARROW = "#D55E00"
 WIDTH = 9.5  # inches; JupyterLab shows the figure at its full size
 STYLE = {"font.size": 10, "hatch.linewidth": 0.6, "figure.dpi": 100, "savefig.dpi": 100}
@@ -182,6 +192,27 @@ def strip(events, title, places, steps=None, holds=None):
     return figure
 
 
+def rounds(world_size, act, holds):
+    """Let threads play ranks (watch/played_messages.py); return what they send, for a strip.
+
+    Each calls act(rank, world_size). Returns (events, with a step for each round; places; boxes):
+    a box has the numbers of the list holds(rank), in lines of two.
+    """
+    from lockstep.watch import played_messages  # needs wrapt, which not every page has
+
+    ranks = played_messages.play(world_size, act, holds)
+    messages = played_messages.on_a_clock([rank.rounds for rank in ranks])
+    boxes, places = {}, [f"rank {rank.number}" for rank in ranks]
+    for rank, place in zip(ranks, places, strict=True):
+        ends = sorted({end for end, *both, _ in messages if rank.number in both})
+        for moment in range(messages[-1][0] + 1):
+            words = [str(number) for number in rank.held[sum(end <= moment for end in ends)]]
+            lines = [" ".join(words[first : first + 2]) for first in range(0, len(words), 2)]
+            boxes[moment, place] = "\n".join([place, *lines])
+    events = [Message(f"round {end}", places[a], places[b], size) for end, a, b, size in messages]
+    return events, places, boxes
+
+
 SMALL = {"ha": "center", "va": "center", "fontsize": 8, "color": "0.25", "zorder": 5}
 HALF = 0.23  # half the width of a box
 
@@ -261,6 +292,8 @@ VERDICTS = {  # word: (face colour, hatch)
     "victim": ("#E69F00", "////"),
     "nothing": ("#FFFFFF", ""),
     "crash": ("#999999", "xxxx"),
+    "tells": ("#56B4E9", ""),
+    "": ("#FFFFFF", ""),
 }
 
 

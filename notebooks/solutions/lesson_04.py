@@ -36,46 +36,35 @@ class Counting(dist.PrefixStore):
         self.waiting = 0  # ranks that are held by the store
         self.set_timeout(self.patience)
 
-    def count(self, method, *args):
-        with self.lock:
-            self.asked += 1
-        return method(*args)
-
-    def set(self, key, value):
-        return self.count(super().set, key, value)
-
     def get(self, key):
         return self.hold(super().get, key)
-
-    def add(self, key, amount):
-        return self.count(super().add, key, amount)
-
-    def compare_set(self, key, old, new):
-        return self.count(super().compare_set, key, old, new)
-
-    def check(self, keys):
-        return self.count(super().check, keys)
-
-    def multi_get(self, keys):
-        return self.count(super().multi_get, keys)
-
-    def multi_set(self, keys, values):
-        return self.count(super().multi_set, keys, values)
-
-    def delete_key(self, key):
-        return self.count(super().delete_key, key)
 
     def wait(self, keys, limit=None):
         return self.hold(super().wait, keys, min(limit or self.patience, self.patience))
 
     def hold(self, method, *args):
         with self.lock:
-            self.waiting += 1
+            self.asked, self.waiting = self.asked + 1, self.waiting + 1
         try:
-            return self.count(method, *args)
+            return method(*args)
         finally:
             with self.lock:
                 self.waiting -= 1
+
+
+def counted(name):
+    """Return a request that counts, and passes on to the PrefixStore's."""
+
+    def request(self, *args):
+        with self.lock:
+            self.asked += 1
+        return getattr(super(Counting, self), name)(*args)
+
+    return request
+
+
+for one in ("set", "add", "compare_set", "check", "multi_get", "multi_set", "delete_key"):
+    setattr(Counting, one, counted(one))
 
 
 def cross(attempt, world_size, rounds, patience):

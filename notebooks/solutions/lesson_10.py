@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from nbtools import run
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -39,9 +40,7 @@ def loss_for_backward(losses):
     """Return the loss of this rank, weighted by its share of all rows."""
     rows = torch.tensor(float(len(losses)), dtype=torch.float64)
     dist.all_reduce(rows)  # one number from each rank: how many rows there are in all
-    return (
-        losses.sum() * dist.get_world_size() / rows
-    )  # also a sum of nothing, 0, leads back to the model
+    return losses.sum() * dist.get_world_size() / rows  # a sum of nothing leads back, too
 
 
 def leads_back(loss, losses):
@@ -64,7 +63,9 @@ def examine_loss(rank, world_size, attempt, steps):
         model.zero_grad()
         losses = replica(rows[first : first + sizes[rank]]).square().mean(1)
         loss = attempt(losses)
-        if not all(lesson.from_all_ranks(leads_back(loss, losses))):  # else the others would wait
+        no_way = torch.tensor(not leads_back(loss, losses)).int()
+        dist.all_reduce(no_way)  # else the others would wait
+        if no_way:
             return "what you return must be a tensor of shape () that depends on losses"
         loss.backward()
         found.append((model.weight.grad - right).abs().max().item())
@@ -143,12 +144,7 @@ def job_6(texts, epochs, seed):
         yield list(sampler)
 
 
-# What is right. Texts of equal length: so a mean of means is right, but for job 1.
-
-
-def right_step(replica, optimizer, micro_batches):
-    """Make an update; right if all micro-batches have equally many tokens."""
-    return job_1(replica, optimizer, micro_batches)
+# What is right. Job 1 itself is, where texts have equal length: there a mean of means is the mean.
 
 
 def right_start(rank, world_size, seed):
@@ -190,54 +186,46 @@ def make_texts(seed, padded):
     return texts, targets
 
 
+def vector(tensors):
+    """Return a copy of these tensors, as one vector."""
+    return nn.utils.parameters_to_vector(tensors).detach()
+
+
 def work(rank, world_size, seed, padded, drop, step, start, order):
     """Be a rank of a job: 2 epochs of 4 updates, each of 2 or 4 micro-batches; return a Rank."""
     texts, targets = make_texts(seed, padded)
     replica, seen = start(rank, world_size, seed), Rank([], [], [], [], [], [], [])
-    model, parts, now = replica.module, (2, 4)[seed % 2], {}
-    scale = (1.0, 4.0, 0.3)[seed]  # no two jobs are of the same size
+    (embed, dropout, predict), parameters = replica.module, [*replica.parameters()]
     with torch.no_grad():
-        model[0].weight *= scale
-    model[1].p = 0.5 if drop else 0.0
+        embed.weight *= (1.0, 4.0, 0.3)[seed]  # no two jobs are of the same size
+    dropout.p = 0.5 if drop else 0.0
 
     def after_dropout(module, inputs, outputs):
-        now["dropped"].append((outputs == 0).flatten())
-        now["sent"].append(0)
+        seen.dropped[-1].append((outputs == 0).flatten())
+        seen.sent[-1].append(0)
 
     def before_sending(_, bucket):
-        now["sent"][-1] += bucket.buffer().nbytes
-        return lesson.allreduce_hook(None, bucket)
+        seen.sent[-1][-1] += bucket.buffer().nbytes
+        return allreduce_hook(None, bucket)  # what DDP does without a hook
 
-    model[1].register_forward_hook(after_dropout)
+    dropout.register_forward_hook(after_dropout)
     replica.register_comm_hook(None, before_sending)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for mine in order(range(96), 2, 81 * seed):  # with 81 both epochs may begin with one text
-        for numbers in torch.tensor(mine).tensor_split(4):
-            now.update(sent=[], dropped=[])
-            seen.before.append(lesson.vector(model.parameters()))
-            micro_batches = [(texts[part], targets[part]) for part in numbers.tensor_split(parts)]
-            with torch.no_grad():
-                outputs = model[2](model[0](texts[numbers]))
-                seen.loss.append(
-                    cross_entropy(outputs.flatten(0, 1), targets[numbers].flatten()).item()
-                )
-            with remembered(optimizer, seen, model):
-                step(replica, optimizer, micro_batches)
-            seen.after.append(lesson.vector(model.parameters()))
-            seen.texts.append(numbers.tolist())
-            seen.sent.append(now["sent"])
-            seen.dropped.append(now["dropped"])
-    return seen
-
-
-@contextlib.contextmanager
-def remembered(optimizer, seen, model):
-    """Add the gradient with which the optimizer makes its update to `seen`."""
-    handle = optimizer.register_step_pre_hook(
-        lambda *_: seen.gradient.append(lesson.vector(p.grad for p in model.parameters()))
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.gradient.append(vector(p.grad for p in parameters))
     )
-    yield
-    handle.remove()
+    epochs = order(range(96), 2, 81 * seed)  # with 81 both epochs may begin with one text
+    for numbers in itertools.chain(*(torch.tensor(epoch).tensor_split(4) for epoch in epochs)):
+        with torch.no_grad():
+            outputs = predict(embed(texts[numbers])).flatten(0, 1)
+            seen.loss.append(cross_entropy(outputs, targets[numbers].flatten()).item())
+        for words, new in zip(seen[4:], (numbers.tolist(), [], []), strict=True):
+            words.append(new)
+        seen.before.append(vector(parameters))
+        parts = numbers.tensor_split((2, 4)[seed % 2])
+        step(replica, optimizer, [(texts[part], targets[part]) for part in parts])
+        seen.after.append(vector(parameters))
+    return seen
 
 
 class Job(NamedTuple):
@@ -254,18 +242,12 @@ class Job(NamedTuple):
         model = nn.Sequential(nn.Embedding(8, 5), nn.Linear(5, 8)).double()
         nn.utils.vector_to_parameters(self.ranks[0].before[update], model.parameters())
         cross_entropy(model(texts[numbers]).flatten(0, 1), targets[numbers].flatten()).backward()
-        return lesson.vector(p.grad for p in model.parameters())
+        return vector(p.grad for p in model.parameters())
 
 
-RIGHT = {"step": right_step, "start": right_start, "order": right_order}
-BUGS = {
-    1: {"step": job_1},
-    2: {"step": job_2},
-    3: {"step": job_3},
-    4: {"step": job_4},
-    5: {"start": job_5},
-    6: {"order": job_6},
-}
+RIGHT = {"step": job_1, "start": right_start, "order": right_order}
+BUGS = {n: {"step": job} for n, job in enumerate((job_1, job_2, job_3, job_4), 1)}
+BUGS |= {5: {"start": job_5}, 6: {"order": job_6}}
 
 
 def play_all(rank, world_size, numbers, seeds):
@@ -274,9 +256,8 @@ def play_all(rank, world_size, numbers, seeds):
     for number, seed in itertools.product(numbers, seeds):
         settings = RIGHT | ({"step": lesson.train_step} if number == 1 else {})
         ways = settings | BUGS[number], settings
-        done[number, seed] = [
-            work(rank, world_size, seed, number == 1, number == 5, **w) for w in ways
-        ]
+        kind = number == 1, number == 5  # padded, with dropout
+        done[number, seed] = [work(rank, world_size, seed, *kind, **way) for way in ways]
     return done
 
 
@@ -312,13 +293,11 @@ def vectors_all_but_right(which, bug, cure, first):
 
 def masks_of_equal_sums(job, by):
     """Return the job with masks that drop on each rank as many features as on rank 0."""
-    dropped = job.ranks[0].dropped
-    return job._replace(
-        ranks=[
-            rank._replace(dropped=[[mask.roll(by * number) for mask in step] for step in dropped])
-            for number, rank in enumerate(job.ranks)
-        ]
-    )
+    ranks = []
+    for number, rank in enumerate(job.ranks):
+        moved = [[mask.roll(by * number) for mask in step] for step in job.ranks[0].dropped]
+        ranks.append(rank._replace(dropped=moved))
+    return job._replace(ranks=ranks)
 
 
 def texts_of_equal_sums(job, epochs):
@@ -358,21 +337,17 @@ def cases(which):
 def check_number(number_of, *wanted):
     """Return None if the number tells each of these jobs with its bug from the same without."""
     for which in wanted:
-        bug, cure = [], []
+        values = [], []  # with the bug, without
         for words, group in itertools.groupby(cases(which), key=lambda case: case[0]):
-            for _, *pair in group:
-                values = [float(number_of(job)) for job in pair]
-                for value in values:
-                    if not math.isfinite(value):
-                        return f"of job {which} it makes {value}, which is no number"
-                bug.append(values[0])
-                cure.append(values[1])
-            if not max(min(bug) - max(cure), min(cure) - max(bug)) > 1e-9:
-                told = f"{min(bug):.3g} to {max(bug):.3g} with the bug"
-                told += f", {min(cure):.3g} to {max(cure):.3g} without"
-                return (
-                    f"it does not tell job {which} from its cure: {told}, on 2 and 3 ranks{words}"
-                )
+            for found, job in itertools.chain(*(zip(values, c[1:], strict=True) for c in group)):
+                found.append(float(number_of(job)))
+                if not math.isfinite(found[-1]):
+                    return f"of job {which} it makes {found[-1]}, which is no number"
+            (low, high), (lower, higher) = [(min(found), max(found)) for found in values]
+            if not max(low - higher, lower - high) > 1e-9:
+                told = f"{low:.3g} to {high:.3g} with the bug, {lower:.3g} to {higher:.3g} without"
+                told += f", on 2 and 3 ranks{words}"
+                return f"it does not tell job {which} from its cure: {told}"
     return None
 
 

@@ -1,47 +1,15 @@
 """Solutions of the tasks of lesson 16, and their checks."""
 
-import os
-from datetime import timedelta
+from itertools import product
 
 import lesson_16_all_reduce as lesson
 import torch
 import torch.distributed as dist
-from nbtools import RankFailed, run, wait_for_all
+from lockstep.watch.played_messages import Stuck, play, same
+from nbtools import run
+from nbtools.blame import describe
 
 LENGTHS = (9, 10, 2, 1, 1003)  # also what 3 does not divide, and fewer numbers than ranks
-PATIENCE = timedelta(seconds=3)  # of a rank in one send or receive
-
-
-def examine(rank, world_size, attempt, wants_part):
-    """Call the attempt at each length; return a list of what was seen, for each length.
-
-    If a message does not come to an end, return the messages that this rank has begun last.
-    """
-    dist.destroy_process_group()  # who waits in vain is to notice it sooner than in this group
-    store = dist.FileStore(os.path.join(os.environ["TMPDIR"], "again"), world_size)
-    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
-    wait_for_all(rank, world_size)  # who starts late is not the one that waits in vain
-    dist.init_process_group("gloo", store=store, **place)
-    dist.barrier()
-    found = []
-    for numbers in LENGTHS:
-        tensor = lesson.make_tensor(numbers, torch.float32, 0, torch.device("cpu"))
-        mine, right, watch = tensor.clone(), tensor.clone(), lesson.Watch()
-        try:
-            with watch() as counter:
-                returned = attempt(mine)
-            dist.all_reduce(right)
-        except RuntimeError as error:
-            if watch.rounds and any(words in str(error) for words in ("Timed out", "onnect")):
-                return watch.rounds[-1]
-            raise
-        answer = returned if wants_part else mine
-        seen = {"problem": problem_of(answer, right.tensor_split(world_size), rank, wants_part)}
-        seen |= {"nbytes": counter.nbytes, "messages": counter.calls.get("send", 0)}
-        seen["wrong"] = [each for each in watch.wrong if "before its receive" not in each]
-        seen["targets"] = {peer for ops in watch.rounds for sends, peer, _ in ops if sends}
-        found.append(seen | {"answer": answer})
-    return found
 
 
 def problem_of(answer, parts, rank, wants_part):
@@ -61,54 +29,72 @@ def problem_of(answer, parts, rank, wants_part):
     return "the sum is not right"
 
 
-def run_and_judge(attempt, nproc, most, wants_part=False, to_right=False):
-    """Return what is wrong with an attempt on `nproc` ranks, or None.
+def judge_played(attempt, n, numbers, most, wants_part, to_right):
+    """Return what is wrong if threads play n ranks that call the attempt, or None."""
+    tensors = [lesson.make_tensor(numbers, rank) for rank in range(n)]
+    parts, mine = sum(tensors).tensor_split(n), [tensor.clone() for tensor in tensors]
+    ranks = play(n, lambda rank, _: attempt(mine[rank]))
+    for rank in ranks:
+        if rank.error and not isinstance(rank.error, Stuck):
+            return f"rank {rank.number}{describe(rank.error).message}"
+    if any(rank.error for rank in ranks):
+        return f"it does not come to an end: {'; '.join(map(waiting, ranks))}"
+    answers = [rank.value for rank in ranks] if wants_part else mine
+    for rank, answer in zip(ranks, answers, strict=True):
+        problems = [problem_of(answer, parts, rank.number, wants_part)]
+        problems += [wrong for wrong in rank.wrong if "before its receive" not in wrong]
+        problems.append(wrong_in_sent(rank, *most(n, numbers), to_right and (rank.number + 1) % n))
+        if problem := next(filter(None, problems), None):
+            return f"of {numbers} numbers, on rank {rank.number}, {problem}"
+    if not wants_part and not all(same(answer, answers[0]) for answer in answers):
+        return f"of {numbers} numbers, the ranks' sums differ in their last bits"
+    return None
+
+
+def wrong_in_sent(rank, numbers, messages, target):
+    """Return what is wrong if a rank may send so many numbers, and messages, or None.
+
+    messages: None for any number of them; target: the only rank that may get them, or False.
+    """
+    sent = [op for ops in rank.rounds for op in ops if op[0]]
+    nbytes, targets = sum(nbytes for *_, nbytes in sent), {other for _, other, _ in sent}
+    if nbytes > 4 * numbers:
+        return f"{nbytes} bytes are sent, and {4 * numbers} are enough"
+    if messages is not None and len(sent) > messages:
+        return f"{len(sent)} messages are sent, and {messages} are enough"
+    if target is not False and targets != {target}:
+        return f"messages go to {sorted(targets)}, not to the right only"
+    return None
+
+
+def waiting(rank):
+    """Return whom a rank is waiting for."""
+    if not rank.error:
+        return f"rank {rank.number} is through"
+    begun = rank.rounds[-1]
+    words = [f"{'sends to' if sends else 'receives from'} {peer}" for sends, peer, _ in begun]
+    return f"rank {rank.number} {' and '.join(words)}"
+
+
+def judge_all(rank, world_size, *attempt):
+    """Return what is wrong with 2, 3 and 4 ranks, threads of this process, or None."""
+    for n, numbers in product((2, 3, 4), LENGTHS):
+        if problem := judge_played(attempt[0], n, numbers, *attempt[1:]):
+            return f"with {n} ranks: {problem}"
+    return None
+
+
+def on_two_to_four(attempt, most, wants_part=False, to_right=False):
+    """Return None if an attempt is right on 2, 3 and 4 ranks, else one sentence.
 
     most(n, numbers): the numbers that a rank may send, and its messages, or None for any number.
+    Who goes on for ever is ended: so it is tried in a process of its own.
     """
-    try:
-        everyone = run(examine, nproc, attempt, wants_part, deadline=60)
-    except RankFailed as error:
-        if any(words in str(error) for words in ("Timed out", "no answer", "onnect")):
-            return "it does not come to an end: who waits for whom?"
-        return str(error)
-    if any(isinstance(begun, tuple) for seen in everyone for begun in seen):
-        return f"it does not come to an end: {'; '.join(map(waiting, range(nproc), everyone))}"
-    for numbers, seen in zip(LENGTHS, zip(*everyone, strict=True), strict=True):
-        for rank, own in enumerate(seen):
-            where = f"of {numbers} numbers, on rank {rank},"
-            if problem := own["problem"] or (own["wrong"] or [None])[0]:
-                return f"{where} {problem}"
-            sent, messages = most(nproc, numbers)
-            if own["nbytes"] > 4 * sent:
-                return f"{where} {own['nbytes']} bytes are sent, and {4 * sent} are enough"
-            if messages is not None and own["messages"] > messages:
-                return f"{where} {own['messages']} messages are sent, and {messages} are enough"
-            if to_right and own["targets"] != {(rank + 1) % nproc}:
-                return f"{where} messages go to {sorted(own['targets'])}, not to the right only"
-        if not wants_part and not all(lesson.same(o["answer"], seen[0]["answer"]) for o in seen):
-            return f"of {numbers} numbers, the ranks' sums differ in their last bits"
-    return None
-
-
-def waiting(rank, begun):
-    """Return whom a rank was waiting for; `begun` is what examine() has returned there."""
-    if not begun or isinstance(begun[0], dict):
-        return f"rank {rank} is through"
-    words = [f"{'sends to' if sends else 'receives from'} {peer}" for sends, peer, _ in begun]
-    return f"rank {rank} {' and '.join(words)}"
-
-
-def on_two_to_four(attempt, most, **wanted):
-    """Return None if an attempt is right on 2, 3 and 4 ranks, else one sentence."""
-    for nproc in (2, 3, 4):
-        if problem := run_and_judge(attempt, nproc, most, **wanted):
-            return f"with {nproc} ranks: {problem}"
-    return None
+    return run(judge_all, 1, attempt, most, wants_part, to_right)[0]
 
 
 def chunks(times):
-    """Return a budget for run_and_judge: `times` (n - 1) messages, of n-ths that are rounded up."""
+    """Return a budget: `times` (n - 1) messages, of n-ths of the numbers, rounded up."""
     return lambda n, numbers: (times * (n - 1) * -(-numbers // n), times * (n - 1))
 
 

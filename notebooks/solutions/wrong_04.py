@@ -59,14 +59,18 @@ def sleeps_too_long(store, world_size):
 # --- Task 3 ---
 
 
+def meet(store, rank, count):
+    """Say that this rank is here, and wait for so many."""
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {other} is here" for other in range(count)])
+
+
 def from_the_environment(store, world_size):
     return int(os.environ["RANK"]) if "RANK" in os.environ else 0
 
 
 def by_process_id(store, world_size):
-    number = store.add("processes", 1)
-    if number > world_size:
-        raise RuntimeError("too many")
+    number = waits_for_nobody(store, world_size) + 1
     store.set(f"id {number}", str(os.getpid()))
     store.wait([f"id {other + 1}" for other in range(world_size)])
     ids = sorted(int(store.get(f"id {other + 1}")) for other in range(world_size))
@@ -75,16 +79,12 @@ def by_process_id(store, world_size):
 
 def waits_for_three(store, world_size):
     rank = waits_for_nobody(store, world_size)
-    store.set(f"rank {rank} is here", "")
-    store.wait([f"rank {other} is here" for other in range(min(world_size, 3))])
+    meet(store, rank, min(world_size, 3))
     return rank
 
 
 def counted_from_1(store, world_size):
-    rank = store.add("processes", 1)
-    if rank > world_size:
-        raise RuntimeError("too many")
-    return rank
+    return waits_for_nobody(store, world_size) + 1
 
 
 def everybody_is_0(store, world_size):
@@ -92,15 +92,13 @@ def everybody_is_0(store, world_size):
 
 
 def as_bytes(store, world_size):
-    if store.add("processes", 1) > world_size:
-        raise RuntimeError("too many")
+    waits_for_nobody(store, world_size)
     return store.get("processes")
 
 
 def nobody_is_refused(store, world_size):
     rank = (store.add("processes", 1) - 1) % world_size
-    store.set(f"rank {rank} is here", "")
-    store.wait([f"rank {other} is here" for other in range(world_size)])
+    meet(store, rank, world_size)
     return rank
 
 
@@ -119,8 +117,7 @@ def sleeps(store, world_size):
 
 def waits_in_vain(store, world_size):
     rank = store.add("processes", 1) - 1
-    store.set(f"rank {rank} is here", "")
-    store.wait([f"rank {other} is here" for other in range(world_size)])
+    meet(store, rank, world_size)
     if rank >= world_size:
         store.wait(["a place is free"])
     return rank
@@ -131,8 +128,7 @@ def reads_then_writes(store, world_size):
     if rank >= world_size:
         raise RuntimeError("too many")
     store.set("processes", str(rank + 1))
-    store.set(f"rank {rank} is here", "")
-    store.wait([f"rank {other} is here" for other in range(world_size)])
+    meet(store, rank, world_size)
     return rank
 
 

@@ -10,6 +10,23 @@ def place():
     return dist.get_rank(), dist.get_world_size()
 
 
+def from_left(leaving, like=None, step=1):
+    """Swap: one goes to the rank that is `step` further, and what comes from the left returns."""
+    rank, n = place()
+    arrived = torch.empty_like(leaving if like is None else like)
+    lesson.swap(leaving, (rank + step) % n, arrived, (rank - step) % n)
+    return arrived
+
+
+def in_turn(sends_first, tensor, target, part, source):
+    """Send and receive, one after the other."""
+    if sends_first:
+        dist.send(tensor, target)
+    dist.recv(part, source)
+    if not sends_first:
+        dist.send(tensor, target)
+
+
 # --- Task 1 ---
 
 
@@ -18,12 +35,7 @@ def as_given(tensor):
     parts = [tensor.clone() for _ in range(n)]
     for step in range(1, n):
         other = (rank + step) % n
-        if rank < other:
-            dist.send(tensor, other)
-            dist.recv(parts[other], other)
-        else:
-            dist.recv(parts[other], other)
-            dist.send(tensor, other)
+        in_turn(rank < other, tensor, other, parts[other], other)
     tensor.copy_(sum(parts))
 
 
@@ -33,12 +45,7 @@ def odd_and_even(tensor):
     parts = [tensor.clone() for _ in range(n)]
     for step in range(1, n):
         target, source = (rank + step) % n, (rank - step) % n
-        if rank % 2 == 0:
-            dist.send(tensor, target)
-            dist.recv(parts[source], source)
-        else:
-            dist.recv(parts[source], source)
-            dist.send(tensor, target)
+        in_turn(rank % 2 == 0, tensor, target, parts[source], source)
     tensor.copy_(sum(parts))
 
 
@@ -58,19 +65,12 @@ def one_buffer(tensor):
     parts = [tensor.clone() for _ in range(n)]
     for step in range(1, n):
         source = (rank - step) % n
-        parts[source] = tensor.clone()
         lesson.swap(parts[source], (rank + step) % n, parts[source], source)
     tensor.copy_(sum(parts))
 
 
 def adds_as_it_comes(tensor):
-    rank, n = place()
-    total = tensor.clone()
-    for step in range(1, n):
-        arrived = torch.empty_like(tensor)
-        lesson.swap(tensor, (rank + step) % n, arrived, (rank - step) % n)
-        total += arrived
-    tensor.copy_(total)
+    tensor += sum(from_left(tensor, step=step) for step in range(1, place()[1]))
 
 
 def twice(tensor):
@@ -83,13 +83,8 @@ def adds_in_order(tensor):
     """A right attempt: pairs take turns, and every rank takes the others in the same order."""
     rank, n = place()
     parts = [tensor.clone() for _ in range(n)]
-    for other in range(n):
-        if rank < other:
-            dist.send(tensor, other)
-            dist.recv(parts[other], other)
-        elif rank > other:
-            dist.recv(parts[other], other)
-            dist.send(tensor, other)
+    for other in [other for other in range(n) if other != rank]:
+        in_turn(rank < other, tensor, other, parts[other], other)
     tensor.copy_(sum(parts))
 
 
@@ -126,13 +121,10 @@ def by_the_library(tensor):
 
 
 def whole_tensors(tensor):
-    rank, n = place()
     passing, total = tensor.clone(), tensor.clone()
-    for _ in range(n - 1):
-        arrived = torch.empty_like(tensor)
-        lesson.swap(passing, (rank + 1) % n, arrived, (rank - 1) % n)
-        total += arrived
-        passing = arrived
+    for _ in range(place()[1] - 1):
+        passing = from_left(passing)
+        total += passing
     tensor.copy_(total)
 
 
@@ -145,9 +137,7 @@ def first_half(tensor):
     chunks = tensor.tensor_split(n)
     for step in range(n - 1):
         mine = chunks[(rank - step - 1) % n]
-        arrived = torch.empty_like(mine)
-        lesson.swap(chunks[(rank - step) % n], (rank + 1) % n, arrived, (rank - 1) % n)
-        mine += arrived
+        mine += from_left(chunks[(rank - step) % n], like=mine)
 
 
 def with_chunk(tensor):
@@ -155,24 +145,19 @@ def with_chunk(tensor):
     chunks = list(tensor.chunk(n))  # of 2 numbers on 3 ranks it makes 2 chunks
     for step in range(2 * (n - 1)):
         coming = chunks[(rank - step - 1) % n]
-        arrived = torch.empty_like(coming)
-        lesson.swap(chunks[(rank - step) % n], (rank + 1) % n, arrived, (rank - 1) % n)
+        arrived = from_left(chunks[(rank - step) % n], like=coming)
         coming.copy_(coming + arrived if step < n - 1 else arrived)
 
 
-def padded(tensor):
+def padded(tensor, multiple=1):
     """A right attempt: equal chunks, with zeros at the end."""
-    n = place()[1]
-    whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % n)])
+    whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % (multiple * place()[1]))])
     my_ring(whole)
     tensor.copy_(whole[: len(tensor)])
 
 
 def padded_to_twelve(tensor):
-    n = place()[1]
-    whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % (4 * n))])
-    my_ring(whole)
-    tensor.copy_(whole[: len(tensor)])
+    padded(tensor, 4)
 
 
 def each_to_each(tensor):
@@ -185,10 +170,7 @@ def each_to_each(tensor):
 
 
 def strided(tensor):
-    rank, n = place()
-    columns = torch.stack([tensor, tensor], 1)
-    arrived = torch.empty_like(tensor)
-    lesson.swap(columns[:, 0], (rank + 1) % n, arrived, (rank - 1) % n)
+    from_left(torch.stack([tensor, tensor], 1)[:, 0], like=tensor)
 
 
 # --- Task 3 ---
@@ -205,9 +187,7 @@ def half_a_ring(tensor):
     parts = [part.clone() for part in tensor.tensor_split(n)]
     for step in range(n - 1):
         mine = parts[(rank - step - 2) % n]
-        arrived = torch.empty_like(mine)
-        lesson.swap(parts[(rank - step - 1) % n], (rank + 1) % n, arrived, (rank - 1) % n)
-        mine += arrived
+        mine += from_left(parts[(rank - step - 1) % n], like=mine)
     return parts[rank]
 
 

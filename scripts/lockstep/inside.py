@@ -9,8 +9,8 @@ import signal
 import sys
 import traceback
 
-from lockstep import ending, lessons, proofs, ranks, rehearsal
-from lockstep.lessons import ONE_PROCESS, REHEARSAL, TORCHRUN
+from lockstep import by_hand, ending, lessons, proofs, ranks, rehearsal
+from lockstep.lessons import BY_HAND, ONE_PROCESS, REHEARSAL, TORCHRUN
 
 
 def main(arguments):
@@ -75,7 +75,7 @@ def fail(text):
 
 
 def run_watched(how, script, flags):
-    """Run a lesson that starts its own ranks, or has none, and judge it; return the exit code."""
+    """Run a lesson that torchrun does not start, and judge it; return the exit code."""
     args = proofs.read_flags(script, flags, 1, 1)
     sys.argv = [script, *[flag for flag in flags if flag != "--json"]]
     if hasattr(proofs.of_script(script), "examine"):  # a proof that starts the ranks itself
@@ -85,7 +85,12 @@ def run_watched(how, script, flags):
     from lockstep.watch import hooks
 
     sys.path.append(str(lessons.ROOT / "scripts"))  # a spawned rank gets this path
+    if not ending.verbose():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error costs one line
     with proofs.Watch(script) as seen:
-        hooks.start()  # the ranks find them by themselves; with one rank it is this process
-        ending.run_script(script)
+        if how == BY_HAND and by_hand.told(args) is None:
+            by_hand.start_all(script, args)
+        else:
+            hooks.start()  # ranks find them by themselves; with one rank it is this process
+            ending.run_script(script)
         return seen.judge(args, args.nproc, "none")

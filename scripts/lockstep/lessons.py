@@ -10,6 +10,7 @@ TORCHRUN = "torchrun"  # ranks.py starts them, as the command torchrun does
 LAUNCH_JOB = "launch_job"  # the script does, by launch_job(func, nproc, *args); all on one machine
 REHEARSAL = "rehearsal"  # rehearsal.py does: two launchers play two machines
 ITSELF = "itself"  # the script does, in its own ways; all on one machine
+BY_HAND = "by hand"  # by_hand.py does, by lines that a person could type; all on one machine
 ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
 
 ON_SEVERAL_MACHINES = (TORCHRUN, LAUNCH_JOB, REHEARSAL)
@@ -42,21 +43,22 @@ class Lesson(NamedTuple):
 
 
 TORCH = ("torch", "numpy")
+WATCHED = (*TORCH, "wrapt")  # the launcher watches what the ranks do
 TABLE = (
-    Lesson("01", "data_parallel", ONE_PROCESS, TORCH),
-    Lesson("02", "launch_ddp", TORCHRUN, (*TORCH, "wrapt")),
-    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*TORCH, "scikit-learn", "wrapt")),
-    Lesson("04", "init_methods", ITSELF, TORCH),
-    Lesson("05", "rank_zero_output", TORCHRUN, (*TORCH, "tqdm", "tensorboard", "wrapt")),
-    Lesson("06", "checkpoint_map_location", TORCHRUN, TORCH),
+    Lesson("01", "data_parallel", ONE_PROCESS, WATCHED),
+    Lesson("02", "launch_ddp", TORCHRUN, WATCHED),
+    Lesson("03", "spawn_ddp", LAUNCH_JOB, (*WATCHED, "scikit-learn")),
+    Lesson("04", "init_methods", BY_HAND, WATCHED),
+    Lesson("05", "rank_zero_output", TORCHRUN, (*WATCHED, "tqdm", "tensorboard")),
+    Lesson("06", "checkpoint_map_location", TORCHRUN, WATCHED),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
     Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
-    Lesson("09", "batch_norm", TORCHRUN, TORCH),
-    Lesson("10", "same_as_one_process", TORCHRUN, (*TORCH, "scikit-learn")),
-    Lesson("11", "how_fast", TORCHRUN, TORCH),
-    Lesson("12", "pipeline_parallel", TORCHRUN, TORCH),
-    Lesson("13", "tensor_and_hybrid", TORCHRUN, TORCH),
-    Lesson("14", "several_machines", REHEARSAL, (*TORCH, "wrapt")),
+    Lesson("09", "batch_norm", TORCHRUN, WATCHED),
+    Lesson("10", "same_as_one_process", TORCHRUN, (*WATCHED, "scikit-learn")),
+    Lesson("11", "how_fast", TORCHRUN, WATCHED),
+    Lesson("12", "pipeline_parallel", TORCHRUN, WATCHED),
+    Lesson("13", "tensor_and_hybrid", TORCHRUN, WATCHED),
+    Lesson("14", "several_machines", REHEARSAL, WATCHED),
     Lesson(
         "15",
         "four_frameworks",
@@ -64,10 +66,10 @@ TABLE = (
         ("numpy",),
         ("torch", "tensorflow", "paddlepaddle", "jax", "jaxlib"),
     ),
-    Lesson("16", "all_reduce", TORCHRUN, TORCH),
-    Lesson("17", "ddp_from_scratch", TORCHRUN, TORCH),
-    Lesson("18", "sharding", TORCHRUN, TORCH),
-    Lesson("19", "hang_clinic", ITSELF, TORCH),
+    Lesson("16", "all_reduce", TORCHRUN, WATCHED),
+    Lesson("17", "ddp_from_scratch", TORCHRUN, WATCHED),
+    Lesson("18", "sharding", TORCHRUN, WATCHED),
+    Lesson("19", "hang_clinic", ITSELF, WATCHED),
 )
 
 

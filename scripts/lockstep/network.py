@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 import sys
@@ -88,6 +89,14 @@ def listen_at(address, port=0):
     """Return a socket that listens at this address alone, by default at a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=128)
+
+
+def free_port():
+    """Return a port at which nobody listens. Below 32768 the system gives none away by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), listen_at("127.0.0.1", port):
+            return port
 
 
 def let_stores_listen_at_one_address():

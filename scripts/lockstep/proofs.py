@@ -110,13 +110,12 @@ class Watch:
 
     def judge(self, args, started, launcher):
         """Print the verdict, and the numbers if `args` asks for JSON; return the exit code."""
-        from lockstep.watch import claims, read
+        from lockstep.watch import claims, facts, read
 
         logging.disable(logging.NOTSET)  # torchrun, which ranks.py has silenced, has ended
         jobs = read.read(self.folder.name, by_torchrun=launcher != "none")
-        if (
-            jobs and 0 in jobs[0]
-        ):  # ranks that have not met are several jobs, and the first is small
+        first = facts.process["rank"] or 0  # of a rank that is started by hand, only it is seen
+        if jobs and first in jobs[0]:  # ranks that have not met are several jobs, the first small
             verdict = self.proof.judge(jobs[0], args, started, launcher)
         else:
             verdict = claims.Verdict("the ranks train", ["rank 0 was not seen"], {}, [])

@@ -115,6 +115,28 @@ def as_vector(values):
     return np.concatenate([np.array([math.nan]) if v is None else v for v in values.values()])
 
 
+# --- What is sent ---
+
+
+def done_for_updates(rank):
+    """Return what a rank has done for each update: [what it called, "forward", what DDP sent, ...].
+
+    A call has the shape of its tensor, as in "all_reduce [[2], 'float64']"; what was sent inside
+    backward() has its bytes, as in "allreduce_ 640"; it is known of updates whose values are kept.
+    """
+    done = [[]]
+    for event in rank.events:
+        if event["what"] == "call":
+            done[-1].append(f"{event['name']} {event['shape']}")
+        elif event["what"] == "forward" and event["grad"]:
+            done[-1].append("forward")
+        elif event["what"] == "sent":
+            done[-1] += [f"{name} {nbytes}" for name, nbytes in event["calls"]]
+        elif event["what"] == "update":
+            done.append([])
+    return done[:-1]
+
+
 # --- What is printed ---
 
 

@@ -130,6 +130,8 @@ def call(function, instance, args, kwargs):
     way = list(facts.way())
     about = {"own": own, "in_model": models.is_called()}
     about |= {"where": way[0] if way else None, "way": way}
+    if facts.settings["values"] and name in BETWEEN_TWO:
+        about["ops"] = messages_of(name, args, kwargs)
     facts.note("call", name=name, shape=shape, members=members, **about)
     _inside.append(name)
     try:
@@ -137,3 +139,14 @@ def call(function, instance, args, kwargs):
     finally:
         _inside.pop()
         facts.note("called", name=name)
+
+
+def messages_of(name, args, kwargs):
+    """For a proof: return [whether it sends, other rank, bytes] of each message that starts."""
+    if name == "batch_isend_irecv":
+        ops = args[0] if args else kwargs["p2p_op_list"]
+        return [[op.op.__name__ == "isend", op.peer, op.tensor.nbytes] for op in ops]
+    given = dict(zip(("tensor", "peer"), args, strict=False)) | kwargs
+    ranks = [given.get(key) for key in ("peer", "dst", "src", "group_dst", "group_src")]
+    other = next((rank for rank in ranks if rank is not None), None)
+    return [["send" in name, other, given["tensor"].nbytes]]

@@ -53,7 +53,14 @@ def backward(function, instance, args, kwargs):
         tensors = args[0] if args else kwargs["tensors"]
         loss = tensors if hasattr(tensors, "numel") else tensors[0]
         facts.note("loss", value=loss.item() if loss.numel() == 1 else None)
-    return function(*args, **kwargs)
+    if not is_kept(max(made(), default=0)):
+        return function(*args, **kwargs)
+    from lockstep.watch.wire import Wire
+
+    with Wire() as wire:
+        result = function(*args, **kwargs)
+    facts.note("sent", calls=wire.calls)
+    return result
 
 
 def clip(function, instance, args, kwargs):
