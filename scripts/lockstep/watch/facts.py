@@ -24,7 +24,7 @@ ROOM = {"updates": 2**16, "rows": 2**16, "forwards": 2**12, "calls": 2**14}
 _file = {"process": None, "descriptor": None}
 _used = {}  # (a word of ROOM, of what): how much of the room, or None when it is used up
 process = {"rank": None, "most": None}  # "most": numbers of a tensor that are looked at, or all
-settings = {"folder": "", "home": "", "updates": 0, "values": 0}
+settings = {"folder": "", "home": "", "updates": 0, "values": 0, "sigterm": 0}
 
 
 def environment(folder, script, updates=0, values=0):
@@ -46,6 +46,7 @@ def begin():
     settings["home"] = os.environ["LOCKSTEP_WATCH_HOME"]
     settings["updates"] = int(os.environ["LOCKSTEP_WATCH_UPDATES"])
     settings["values"] = int(os.environ["LOCKSTEP_WATCH_VALUES"])
+    settings["sigterm"] = int(os.environ.get("LOCKSTEP_WATCH_SIGTERM", 0))  # see updates.terminate
 
 
 def note(what, **facts):
