@@ -351,8 +351,8 @@ def parted(calls):
 def read_recorder(run, args):
     """The recorder names who has not come to the first call that is not the same on all ranks."""
     paths = [run.folder / f"calls_{rank}" for rank in range(args.nproc)]
-    if not all(path.exists() for path in paths):
-        gone = [rank for rank, path in enumerate(paths) if not path.exists()]
+    gone = [r for r, path in enumerate(paths) if not path.exists() or not path.stat().st_size]
+    if gone:
         return Finding([], None, f"rank {gone[0]} has left no calls", None)
     seconds = max(path.stat().st_mtime for path in paths) - run.begin
     calls = {rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)}
