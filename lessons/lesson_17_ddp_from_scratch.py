@@ -70,7 +70,7 @@ class OwnDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Within `with ddp.no_sync():` backward() adds up this rank's gradients, and sends nothing."""
+        """Within `with ddp.no_sync():` backward() adds to own gradients, and sends nothing."""
         before, self.averaging = self.averaging, False
         try:
             yield

@@ -1,5 +1,6 @@
 """Lesson 17: DDP by hand leaves DDP's gradients, with its bytes, messages and overlap."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,15 +10,34 @@ import pytest
 import torch
 from breaks import check_breaks
 from conftest import run_warm
+from lockstep import lessons, proofs
+from lockstep.watch.played_gloo import play
 from nbtools import run
+from nbtools.record import Wire
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 # Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+proof = proofs.of_lesson(lessons.find("17"))
 
 STATE = "take_from_rank_0([*module.parameters(), *module.buffers()])"
+OFF = "before, self.averaging = self.averaging, False"
+NO_SYNC = re.search(r'""".*sends nothing."""', Path(lesson.__file__).read_text())[0]
+RESTORE = """        try:
+            yield
+        finally:
+            self.averaging = before
+"""
+AT_ONCE = f"""        {OFF}
+        stack = contextlib.ExitStack()
+        stack.callback(setattr, self, "averaging", before)
+        return stack
+"""
+SECOND = """        loss = mse_loss(ddp(second), second.flip(1))
+        loss.backward()
+"""
 
 BREAKS = {
     "parameters do not start equal": (STATE, "take_from_rank_0([*module.buffers()])"),
@@ -71,20 +91,16 @@ BREAKS = {
         "for number in range(len(self.works), len(self.buckets)):\n            if self.missing",
         "for number in [self.bucket_of[p]]:\n            if self.missing",
     ),
-    "no_sync does nothing": (
-        "self.before, self.ddp.averaging = self.ddp.averaging, False",
-        "self.before = self.ddp.averaging",
-    ),
-    "no_sync lasts after an error": (
-        "        self.ddp.averaging = self.before\n",
-        "        self.ddp.averaging = self.before and not any(error)\n",
-    ),
-    "no_sync ends with an inner one": ("averaging = self.before\n", "averaging = True\n"),
+    "no_sync does nothing": (OFF, "before = self.averaging"),
+    "no_sync lasts after an error": (RESTORE, "        yield\n        self.averaging = before\n"),
+    "no_sync ends with an inner one": ("self.averaging = before\n", "self.averaging = True\n"),
     "no_sync begins when it is called": (
-        "        self.ddp = ddp\n\n    def __enter__(self):\n"
-        "        self.before, self.ddp.averaging = self.ddp.averaging, False\n",
-        "        self.ddp, self.before, ddp.averaging = ddp, ddp.averaging, False\n\n"
-        "    def __enter__(self):\n        pass\n",
+        f"""    @contextlib.contextmanager
+    def no_sync(self):
+        {NO_SYNC}
+        {OFF}
+{RESTORE}""",
+        f"    def no_sync(self):\n{AT_ONCE}",
     ),
     "gradients leave the buckets": ("            p.grad = view\n\n", "            pass\n\n"),
     "what is left of the step before": ("            view.zero_()\n", "            pass\n"),
@@ -100,6 +116,11 @@ BREAKS = {
         "backward = torch._C._current_graph_task_id()",
         "backward = self.backward if self.works else torch._C._current_graph_task_id()",
     ),
+    "both micro-batches in no_sync": (SECOND, SECOND.replace("        ", "            ")),
+    "past the wrapper": ("mse_loss(ddp(second)", "mse_loss(ddp.module(second)"),
+    "gradients pile up": ("        optimizer.zero_grad()\n", ""),
+    "the same rows on all ranks": ("[:, :, rank::world_size]", "[:, :, ::world_size]"),
+    "every rank prints": ("    if rank == 0:\n        sizes", "    if True:\n        sizes"),
 }
 
 
@@ -122,38 +143,36 @@ def test_default_run(default_run):
 
 
 def test_buckets_that_hold_all_can_not_overlap():
-    (code, stdout), *_ = run_warm(lesson.__file__, 2, "--bucket-mb", 100, "--steps", 2)
-    assert code == 0 and "before the last gradient was there: 0 of 1" in stdout
+    args, model = lesson.parse_args(["--bucket-mb=100", "--steps=2"]), lesson.Model().double()
+    ((wrong, _, numbers),) = play(lesson, 1, lambda rank: proof.act(rank, args, model))
+    assert (wrong, numbers["all_reduces"], numbers["overlapped"]) == ([], 1, 0)
 
 
 @pytest.mark.parametrize("flags", ["--batch-size 23", "--bucket-mb 0", "--bucket-mb 0.5"])
-def test_bad_values_cost_one_line(monkeypatch, capsys, flags):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+def test_bad_values_cost_one_line(capsys, flags):
     with pytest.raises(SystemExit) as stop:
-        lesson.parse_args(flags.split())
+        proofs.read_flags(lesson.__file__, flags.split(), 3, 3)
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "error: " in line and flags.split()[0] in line
 
 
-def evaluated(rank, world_size, wrap):
-    """Return what is sent in a step, and in two forward passes that evaluate."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    replica, found = wrap(model), []
-    with lesson.Messages() as messages:
+def evaluated(rank, world_size):
+    """Return how many messages DDP has sent after a step, and two forward passes that evaluate."""
+    replica = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with Wire() as wire:
         replica(torch.randn(8, 4)).sum().backward()
-        found.append(len(messages.calls))
+        found = [len(wire.calls)]
         replica.eval()
         for _ in range(2):
             with torch.no_grad():
                 replica(torch.randn(8, 4))
-            found.append(len(messages.calls))
+            found.append(len(wire.calls))
     return found
 
 
 def test_ddp_sends_buffers_in_the_first_forward_pass_that_evaluates():
-    (before, first, second), *_ = run(evaluated, 2, DistributedDataParallel)
-    assert before < first == second
-    (before, first, second), *_ = run(evaluated, 2, lesson.OwnDDP)
+    """As OwnDDP does, says the proof."""
+    (before, first, second), *_ = run(evaluated, 2)
     assert before < first == second
 
 
@@ -188,15 +207,10 @@ if __name__ == "__main__":
 """
 
 
-def technique():
-    """Return the imports and the technique, as a reader copies them."""
-    imports, _, rest = Path(lesson.__file__).read_text().partition('"""\n\n')[2].partition("# ---")
-    return imports + "# ---" + rest.partition("# --- The proof ---")[0]
-
-
 def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
     file = tmp_path / "project.py"
-    file.write_text(technique() + PROJECT)
+    source = Path(lesson.__file__).read_text()
+    file.write_text(source.partition("# --- The example ---")[0] + PROJECT)
     (code, zero), (other, one) = run_warm(file, 2)
     assert (code, other) == (0, 0) and zero == one  # the same model, buffers included
     assert zero.split()[1] == "True" and int(zero.split()[0]) > 1
@@ -266,7 +280,7 @@ def train_as_one(rank, world_size):
                 optimizer.zero_grad()
                 mse_loss(call(rows[part]), targets[part]).backward()
                 optimizer.step()
-            off.append(lesson.apart(alone.parameters(), model.parameters()))
+            off.append(proof.apart(alone.parameters(), model.parameters()))
         kept = [p for p in model.parameters() if not p.requires_grad]
         assert all(torch.equal(a, b) for a, b in zip(fixed, kept, strict=True))
         found[f"{kind.__name__} {limit}"] = max(off)
