@@ -50,7 +50,7 @@ def judge(job, args, started, launcher):
     wrong = list(filter(None, [*wrong, *dict.fromkeys(chain(*faults))]))
     numbers = {"world_size": started, "backend": job[0].group["backend"]}
     numbers |= {"device": job[0].optimizers[0]["device"], "bytes_sent": sum(sizes)}
-    off = {name: max(of_rank[name] for of_rank in offs) for name in offs[0]}
+    off = {name: max(of_rank[name] for of_rank in offs) for name in reversed(offs[0])}
     numbers |= seen[0] | {"max_grad_diff_to_ddp": off}
     begun = f"{numbers['overlapped']} of {numbers['all_reduces']}"
     told = ", ".join(f"{value:.3g} {name}" for name, value in off.items())
@@ -124,9 +124,9 @@ def difference(one, other):
     return apart(gradients(one), gradients(other)) if has[0] == has[1] else torch.inf
 
 
-def largest(model):
-    """Return the largest number in a model's gradients: rounding is a part of that."""
-    return max(grad.double().abs().max().item() for grad in gradients(model))
+def rounding(model):
+    """Return by how much gradients may differ that are added up in another order."""
+    return 1e-12 * max(grad.abs().max().item() for grad in gradients(model))
 
 
 def storages(model):
@@ -169,10 +169,10 @@ def ddp_of(model, megabytes, unused=False):
 def sorted_ddp(model, megabytes, rows):
     """Return DDP after three steps, names of parameters in its buckets' order, and their bytes.
 
-    It has sorted its buckets anew, and says so. The model is as before.
+    It has sorted its buckets anew, and says so. The model is rank 0's, as before.
     """
-    before, ddp = copy.deepcopy(model.state_dict()), ddp_of(model, megabytes)
-    before |= {name: p.detach().clone() for name, p in model.named_parameters()}  # now rank 0's
+    ddp = ddp_of(model, megabytes)
+    before = copy.deepcopy(model.state_dict())
     for _ in range(3):
         mse_loss(ddp(rows), rows).backward()
         model.zero_grad()
@@ -196,8 +196,9 @@ def own_of(model, megabytes, order):
 def step(replica, micro_batches):
     """Make a step's gradients, sent with the last of [(rows, named arguments)].
 
-    Return what happened in its backward: gradients, as parameters, and (what was called, bytes).
+    Return what happened in backward: gradients, as parameters, and (what was called, bytes).
     """
+    events = []
     for number, (rows, named) in enumerate(micro_batches, 1):
         last = number == len(micro_batches)
         with contextlib.nullcontext() if last else replica.no_sync():
@@ -206,68 +207,8 @@ def step(replica, micro_batches):
             loss = mse_loss(replica(rows, **named), rows.flip(1))
             taken()
             loss.backward()
-    return taken()
-
-
-def wrong_in_order(events, buckets, more=0):
-    """Return what is wrong with a backward in which buckets leave, and so many all-reduces more."""
-    ready, begun, late = set(), 0, 0
-    for event in events:
-        if isinstance(event, tuple):
-            begun += event[0] == "all_reduce"
-        else:
-            late += begun < len(buckets) and ready.issuperset(buckets[begun])
-            ready.add(event)
-    names, count = [e[0] for e in events if isinstance(e, tuple)], len(buckets) + more
-    rules = {f"all-reduces in a step: {begun}, not {count}": begun == count}
-    rules["a full bucket does not leave at once"] = not late
-    rules["backward waits before all have left"] = "wait" not in names[:count]
-    return claims.broken(rules)
-
-
-class Beside:
-    """An OwnDDP beside DDP's model, `theirs`, whose buckets have these sizes."""
-
-    def __init__(self, own, theirs, sizes, in_ddps_order):
-        self.own, self.theirs, self.sizes, self.in_ddps_order = own, theirs, sizes, in_ddps_order
-        states = own.module.state_dict().values(), theirs.state_dict().values()
-        self.off, self.same_start = 0.0, apart(*states) == 0
-        self.wrong = [] if self.same_start else ["the replicas do not start from rank 0's state"]
-
-    def step(self, micro_batches):
-        """Make a step's gradients, and compare them with DDP's."""
-        model, theirs = self.own.module, self.theirs
-        model.zero_grad()
-        self.events = step(self.own, micro_batches)
-        self.sent = [size for name, size in filter(is_call, self.events) if name == "all_reduce"]
-        off, buffers = difference(model, theirs), apart(model.buffers(), theirs.buffers())
-        self.off = claims.worst([self.off, off])
-        exact, pieces = self.in_ddps_order or here.group.size() <= 2, storages(model)
-        limit = 0.0 if exact else 1e-12 * largest(theirs)
-        total, count = sum(self.sizes), len(self.sizes)
-        lie = sum(pieces) == total and len(pieces) == count
-        rules = {f"gradients are off by {off:.2g}": off <= limit}
-        rules[f"buffers are off by {buffers:.2g}"] = buffers <= limit
-        rules[f"it sends not {total:,} bytes in {count} messages, as DDP"] = (
-            sum(self.sent) == total and len(self.sent) == count
-        )
-        rules["its buckets have not DDP's sizes"] = (
-            self.sent == self.sizes or not self.in_ddps_order
-        )
-        rules["gradients do not live in the buckets"] = lie
-        self.wrong += claims.broken(rules) + wrong_in_order(self.events, self.own.buckets)
-
-    def evaluate(self, rows):
-        """Go forward twice without gradients: buffers are sent in the first one only."""
-        self.own.eval()
-        calls = []
-        for _ in range(2):
-            taken()
-            with torch.no_grad():
-                self.own(rows)
-            calls.append(len(taken()))
-        kinds = len({buffer.dtype for buffer in self.theirs.buffers()})
-        self.wrong += claims.broken({f"evaluating sends {calls} messages": calls == [kinds, 0]})
+            events += [event for event in taken() if last or is_call(event)]
+    return events
 
 
 def is_call(event):
@@ -275,62 +216,93 @@ def is_call(event):
     return isinstance(event, tuple)
 
 
+def wrong_in_order(events, buckets, more=0):
+    """Return what is wrong with a step in which buckets leave, and so many all-reduces more."""
+    ready, begun, late = set(), 0, 0
+    for event in events:
+        if is_call(event):
+            begun += event[0] == "all_reduce"
+        else:
+            late += begun < len(buckets) and ready.issuperset(buckets[begun])
+            ready.add(event)
+    names, count = [event[0] for event in filter(is_call, events)], len(buckets) + more
+    rules = {f"all-reduces in a step: {begun}, not {count}": begun == count}
+    rules["a full bucket does not leave at once"] = not late
+    rules["backward waits before all have left"] = "wait" not in names[:count]
+    return claims.broken(rules)
+
+
+def wrong_beside(own, theirs, sent, sizes, in_ddps_order):
+    """Return what is wrong with gradients that were sent so, beside those of DDP's model."""
+    off, off_buffers = difference(own.module, theirs), apart(own.module.buffers(), theirs.buffers())
+    limit = 0.0 if in_ddps_order or here.group.size() <= 2 else rounding(theirs)
+    alike = (len(sent), sum(sent)) == (len(sizes), sum(sizes))
+    return claims.broken(
+        {
+            f"gradients are off by {off:.2g}": off <= limit,
+            f"buffers are off by {off_buffers:.2g}": off_buffers <= limit,
+            f"buckets have {sent} bytes, and DDP's {sizes}": sent == sizes
+            if in_ddps_order
+            else alike,
+            "gradients do not live in the buckets": sorted(storages(own.module)) == sorted(sent),
+        }
+    )
+
+
 def beside_ddp(model, megabytes, batches):
     """Train with DDP, and with OwnDDP in two orders; return what is wrong, off and numbers."""
     theirs, *ours = replicas(model, 2)
     ddp, order, sizes = sorted_ddp(theirs, megabytes, batches[0][0])
-    owns = lesson.OwnDDP(ours[0], megabytes), own_of(ours[1], megabytes, order)
-    names = "in reverse order", "in DDP's order"
-    pairs = zip(names, owns, (False, True), strict=True)
-    watched = {name: Beside(own, theirs, sizes, last) for name, own, last in pairs}
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    owns = {"in DDP's order": own_of(ours[1], megabytes, order)}
+    owns["in reverse order"] = lesson.OwnDDP(ours[0], megabytes)  # of registration, as in the run
+    optimizer, off, wrong = (
+        torch.optim.SGD(theirs.parameters(), lr=0.01),
+        dict.fromkeys(owns, 0),
+        [],
+    )
     for micro_batches in ([(part, {}) for part in rows] for rows in batches):
         optimizer.zero_grad()
         step(ddp, micro_batches)
-        for each in watched.values():
-            each.step(micro_batches)
+        for name, own in owns.items():
+            own.zero_grad()
+            events = step(own, micro_batches)
+            off[name] = claims.worst([off[name], difference(own.module, theirs)])
+            sent = [size for call, size in filter(is_call, events) if call == "all_reduce"]
+            found = wrong_beside(own, theirs, sent, sizes, "DDP" in name)
+            wrong += [f"{name}: {fault}" for fault in found + wrong_in_order(events, own.buckets)]
         optimizer.step()
-        for own in owns:  # what it rounds differently is that of one step, not of all
+        for own in owns.values():  # what it rounds differently is that of one step, not of all
             own.module.load_state_dict(theirs.state_dict())
-    for each in watched.values():
-        each.evaluate(batches[0][0])
-    calls = [is_call(event) and event[0] == "all_reduce" for event in watched[names[0]].events]
-    last = max(n for n, e in enumerate(watched[names[0]].events) if not is_call(e))
-    numbers = {"buckets": watched[names[0]].sent, "all_reduces": sum(calls)}
-    numbers |= {"overlapped": sum(calls[:last])}
+    last = max(number for number, event in enumerate(events) if not is_call(event))
+    early = [event[0] for event in filter(is_call, events[:last])]
+    numbers = {"buckets": sent, "all_reduces": len(sent), "overlapped": early.count("all_reduce")}
     numbers["trained"] = claims.numbers_of(theirs, lambda p: p)
-    wrong = [f"{name}: {fault}" for name, each in watched.items() for fault in each.wrong]
-    return wrong, {name: each.off for name, each in watched.items()}, numbers
+    return wrong + wrong_in_evaluation(own, batches[0][0]), off, numbers
+
+
+def wrong_in_evaluation(own, rows):
+    """After a step buffers are sent once, before the first of two forwards without gradients."""
+    own.eval(), taken()
+    with torch.no_grad():
+        calls = [len(taken()) for _ in range(2) if own(rows) is not None]
+    kinds = len({buffer.dtype for buffer in own.module.buffers()})
+    return claims.broken({f"evaluating sends {calls} messages": calls == [kinds, 0]})
 
 
 # --- What the model of the script does not have ---
 
 
-class Branches(nn.Module):
-    """Two layers of the same size that are called in either order, or not at all; a third never."""
+class Branches(nn.ModuleDict):
+    """Layers of the same size, of which a call uses some, in the order of their names."""
 
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(252, 252)  # in the last bucket, which holds no other one up
-        self.trunk, self.one, self.other = (nn.Linear(252, 252) for _ in range(3))
+    def __init__(self):  # the spare one is in the last bucket, and holds no other one up
+        names = "spare", "trunk", "one", "other"
+        super().__init__({name: nn.Linear(252, 252).double() for name in names})
 
     def forward(self, rows, names=()):
-        rows = torch.tanh(self.trunk(rows))
-        for name in names:
-            rows = torch.tanh(getattr(self, name)(rows))
+        for name in ("trunk", *names):
+            rows = torch.tanh(self[name](rows))
         return rows
-
-
-class TwoTypes(nn.Module):
-    """A parameter in float16, and one in float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.small = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, factor):
-        return (self.small * factor).sum().double() + (self.wide * factor).sum()
 
 
 # What ranks call in turn: the layers of Branches in each of two micro-batches, by rank.
@@ -344,15 +316,9 @@ CASES = {
 }
 
 
-def off_or_none(ours, theirs):
-    """Return how far gradients are off, or None if that is only rounding."""
-    off = difference(ours, theirs)
-    return None if off <= 1e-12 * largest(theirs) else f"off by {off:.2g}"
-
-
 def wrong_in_cases(rank, rows):
     """Return what is wrong where ranks use other layers, or in another order."""
-    theirs, model = replicas(Branches().double(), 1)
+    theirs, model = replicas(Branches(), 1)
     ddp = ddp_of(theirs, 0.25, unused=True)
     own, wrong = lesson.OwnDDP(model, 0.25, find_unused=True), []
     for case, layers in CASES.items():
@@ -360,54 +326,52 @@ def wrong_in_cases(rank, rows):
         theirs.zero_grad(), model.zero_grad()
         step(ddp, micro_batches)
         found = wrong_in_order(step(own, micro_batches), own.buckets, more=1)  # who has used what
-        found += filter(None, [off_or_none(model, theirs)])
+        off = difference(model, theirs)
+        found += claims.broken({f"off by {off:.2g}": off <= rounding(theirs)})
         wrong += [f"a layer {case}: {fault}" for fault in found]
     return wrong
 
 
 def wrong_after_errors(rows):
     """Return what is wrong after errors in no_sync, in backward and at its end."""
-    branches = Branches().double()
-    branches.spare.requires_grad_(False)
+    branches = Branches()
+    branches["spare"].requires_grad_(False)
     theirs, model = replicas(branches, 1)
-    ddp, own, wrong = ddp_of(theirs, 0.25), lesson.OwnDDP(model, 0.25), []
+    ddp, own, told = ddp_of(theirs, 0.25), lesson.OwnDDP(model, 0.25), "nothing"
     with contextlib.suppress(ValueError), own.no_sync():
         raise ValueError
     own.no_sync()  # not entered, so it does nothing
     try:  # all ranks leave out a layer: nothing has been sent when it is found
         mse_loss(own(rows, ONE), rows).backward()
-        wrong.append("there is no error for a parameter without gradient")
     except RuntimeError as error:
-        if "other.weight" not in str(error) or "one.weight" in str(error):
-            wrong.append(f"the error does not name the right parameters: {error}")
+        told = str(error)
     model.zero_grad()
-    hook = model.trunk.register_forward_hook(let_backward_fail)
-    with contextlib.suppress(ValueError):  # all ranks, when some buckets have left
+    hook = model["trunk"].register_forward_hook(let_backward_fail)
+    with contextlib.suppress(ZeroDivisionError):  # all ranks, when some buckets have left
         mse_loss(own(2 * rows, BOTH), rows).backward()
     hook.remove()
     model.zero_grad()
     mse_loss(model(rows, BOTH), rows).backward()  # not called through the wrapper
     mse_loss(ddp(rows, BOTH), rows).backward()
-    off = off_or_none(model, theirs)
-    return [*wrong, f"after errors, it is {off}"] if off else wrong
+    off, right = difference(model, theirs), "other.weight" in told and "one.weight" not in told
+    rules = {f"of a parameter without gradient, other.weight, it says: {told}": right}
+    return claims.broken(rules | {f"after errors, it is off by {off:.2g}": off <= rounding(theirs)})
 
 
 def let_backward_fail(module, inputs, output):
     """Raise an error when backward comes to this layer."""
-
-    def fail(gradient):
-        raise ValueError("in backward")
-
-    output.register_hook(fail)
+    output.register_hook(lambda gradient: 1 / 0)
 
 
 def wrong_in_float16():
     """Return what is wrong with parameters of two types, and a sum that one can't hold."""
-    model = TwoTypes()
+    kinds = torch.float16, torch.float64
+    model = nn.ParameterList(nn.Parameter(torch.ones(3, dtype=kind)) for kind in kinds)
     try:
-        lesson.OwnDDP(model)(60_000).backward()
+        lesson.OwnDDP(model)
+        sum((60_000 * p).sum().double() for p in model).backward()
     except RuntimeError as error:
         return [f"with two types of parameters: {error}"]
-    mean = torch.cat([p.grad.double() for p in model.parameters()])
+    mean = torch.cat([grad.double() for grad in gradients(model)])
     right = (mean - 60_000).abs().max() < 100
-    return [] if right else [f"float16 and float64: a mean of 60,000 is {mean.tolist()}"]
+    return claims.broken({f"float16 and float64: a mean of 60,000 is {mean.tolist()}": right})

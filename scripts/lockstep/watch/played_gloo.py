@@ -83,12 +83,19 @@ def group_of(store, rank, world_size):
 
 
 def play(script, world_size, act):
-    """Let so many threads call act(rank), with a script's `dist` of their own; return a list."""
-    store = dist.HashStore()
+    """Let so many threads call act(rank), with a script's `dist` of their own; return a list.
+
+    A thread computes alone, as a rank does that torchrun starts.
+    """
+    store, before = dist.HashStore(), torch.get_num_threads()
 
     def be(rank):
         here.group, here.events = group_of(store, rank, world_size), []
         return act(rank)
 
-    with patch.object(script, "dist", PLAYED), ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(be, range(world_size)))
+    torch.set_num_threads(1)
+    try:
+        with patch.object(script, "dist", PLAYED), ThreadPoolExecutor(world_size) as threads:
+            return list(threads.map(be, range(world_size)))
+    finally:
+        torch.set_num_threads(before)
