@@ -15,7 +15,7 @@ from unittest.mock import patch
 import lesson_17_ddp_from_scratch as lesson
 import torch
 from lockstep.watch import claims
-from lockstep.watch.played_gloo import here, note, play, taken
+from lockstep.watch.played_gloo import here, is_call, note, play, sent, taken, waits_early
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -211,42 +211,32 @@ def step(replica, micro_batches):
     return events
 
 
-def is_call(event):
-    """Return whether an event is a call, and no gradient."""
-    return isinstance(event, tuple)
-
-
 def wrong_in_order(events, buckets, more=0):
     """Return what is wrong with a step in which buckets leave, and so many all-reduces more."""
-    ready, begun, late = set(), 0, 0
+    ready, begun, late, count = set(), 0, 0, len(sent(events))
     for event in events:
         if is_call(event):
             begun += event[0] == "all_reduce"
         else:
             late += begun < len(buckets) and ready.issuperset(buckets[begun])
             ready.add(event)
-    names, count = [event[0] for event in filter(is_call, events)], len(buckets) + more
-    rules = {f"all-reduces in a step: {begun}, not {count}": begun == count}
+    rules = {f"all-reduces in a step: {count}": count == len(buckets) + more}
     rules["a full bucket does not leave at once"] = not late
-    rules["backward waits before all have left"] = "wait" not in names[:count]
+    rules["backward waits before all have left"] = not waits_early(events)
     return claims.broken(rules)
 
 
-def wrong_beside(own, theirs, sent, sizes, in_ddps_order):
-    """Return what is wrong with gradients that were sent so, beside those of DDP's model."""
-    off, off_buffers = difference(own.module, theirs), apart(own.module.buffers(), theirs.buffers())
+def wrong_beside(own, theirs, nbytes, sizes, in_ddps_order):
+    """Return what is wrong with gradients beside those of DDP's model; all-reduces had `nbytes`."""
+    off, buffers = difference(own.module, theirs), apart(own.module.buffers(), theirs.buffers())
     limit = 0.0 if in_ddps_order or here.group.size() <= 2 else rounding(theirs)
-    alike = (len(sent), sum(sent)) == (len(sizes), sum(sizes))
-    return claims.broken(
-        {
-            f"gradients are off by {off:.2g}": off <= limit,
-            f"buffers are off by {off_buffers:.2g}": off_buffers <= limit,
-            f"buckets have {sent} bytes, and DDP's {sizes}": sent == sizes
-            if in_ddps_order
-            else alike,
-            "gradients do not live in the buckets": sorted(storages(own.module)) == sorted(sent),
-        }
-    )
+    alike = (len(nbytes), sum(nbytes)) == (len(sizes), sum(sizes))
+    rules = {f"gradients are off by {off:.2g}": off <= limit}
+    rules[f"buffers are off by {buffers:.2g}"] = buffers <= limit
+    alike = nbytes == sizes if in_ddps_order else alike
+    rules[f"it sends {nbytes} bytes, and DDP {sizes}"] = alike
+    rules["gradients do not live in the buckets"] = sorted(storages(own.module)) == sorted(nbytes)
+    return claims.broken(rules)
 
 
 def beside_ddp(model, megabytes, batches):
@@ -267,15 +257,14 @@ def beside_ddp(model, megabytes, batches):
             own.zero_grad()
             events = step(own, micro_batches)
             off[name] = claims.worst([off[name], difference(own.module, theirs)])
-            sent = [size for call, size in filter(is_call, events) if call == "all_reduce"]
-            found = wrong_beside(own, theirs, sent, sizes, "DDP" in name)
+            found = wrong_beside(own, theirs, sent(events), sizes, "DDP" in name)
             wrong += [f"{name}: {fault}" for fault in found + wrong_in_order(events, own.buckets)]
         optimizer.step()
         for own in owns.values():  # what it rounds differently is that of one step, not of all
             own.module.load_state_dict(theirs.state_dict())
     last = max(number for number, event in enumerate(events) if not is_call(event))
-    early = [event[0] for event in filter(is_call, events[:last])]
-    numbers = {"buckets": sent, "all_reduces": len(sent), "overlapped": early.count("all_reduce")}
+    numbers = {"buckets": sent(events), "all_reduces": len(sent(events))}
+    numbers["overlapped"] = len(sent(events[:last]))
     numbers["trained"] = claims.numbers_of(theirs, lambda p: p)
     return wrong + wrong_in_evaluation(own, batches[0][0]), off, numbers
 

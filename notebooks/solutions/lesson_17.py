@@ -7,7 +7,7 @@ from unittest.mock import patch
 import lesson_17_ddp_from_scratch as lesson
 import torch
 import torch.distributed as dist
-from lockstep.watch.played_gloo import late
+from lockstep.watch.played_gloo import late, sent, waits_early
 from nbtools import RankFailed, run
 from proofs.lesson_17 import difference
 from torch import nn
@@ -90,22 +90,9 @@ class Watch:
             layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: note(n))
         self.all_reduce = late(all_reduce, note)
 
-    def calls(self, events):
-        """Return the calls among events: [(name, bytes)]."""
-        return [event for event in events if isinstance(event, tuple)]
-
-    def sent(self):
-        return [size for name, size in self.calls(self.events) if name == "all_reduce"]
-
     def sent_before(self, layer):
         """Return how many all-reduces begin before the gradient of a layer's weight is there."""
-        names = [name for name, _ in self.calls(self.events[: self.events.index(layer)])]
-        return names.count("all_reduce")
-
-    def waits_early(self):
-        """Return whether anybody waits before all have begun."""
-        names = [name for name, _ in self.calls(self.events)]
-        return "wait" in names[: len(self.sent())]
+        return len(sent(self.events[: self.events.index(layer)]))
 
     def step(self, rows, finish, order=range(6)):
         """Make a step that sends; only what happens in it is in `events` then."""
@@ -162,16 +149,16 @@ SIZES = [LIMIT] * 3  # bytes of the buckets
 
 def wrong_in_sending(watch, off):
     """Return what is wrong with a step that sends buckets, about a rank, or None."""
-    sent = watch.sent()
-    if off < 1e-12 and not sent:
+    sizes = sent(watch.events)
+    if off < 1e-12 and not sizes:
         return " calls nothing by the name dist.all_reduce, the only one that this check sees"
     if not off < 1e-12:
         return off_by(off)
-    if sent != SIZES:
-        return f" begins {len(sent)} all-reduces, of {sent} bytes; the buckets have {SIZES}"
+    if sizes != SIZES:
+        return f" begins {len(sizes)} all-reduces, of {sizes} bytes; the buckets have {SIZES}"
     if watch.sent_before(3) < 1 or watch.sent_before(1) < 2:
         return " lets a bucket wait that is full: the next layer has its gradient before it leaves"
-    if watch.waits_early():
+    if waits_early(watch.events):
         return " waits before all buckets have left: use async_op=True, and wait in finish()"
     return None
 
@@ -192,7 +179,7 @@ def examine_sending(rank, world_size, attempt, pauses):
             for rows in parts[:-1]:
                 with no_sync():
                     mse_loss(watch.model(rows), rows.flip(1)).backward()
-            early, after = watch.sent(), ""
+            early, after = sent(watch.events), ""
             if pauses and step == 2:
                 after = ", after an error inside no_sync"
                 with contextlib.suppress(ValueError), no_sync():
@@ -306,14 +293,14 @@ def examine_average_each(rank, world_size, attempt):
             rows, problem = rows_of(rank, 1), None
             watch.model.zero_grad()
             watch.step(rows, finish, order)
-            off, sent, early = watch.off([rows], order), watch.sent(), watch.sent_before(2)
+            off, sizes, early = watch.off([rows], order), sent(watch.events), watch.sent_before(2)
             if not off < 1e-12:
                 problem = off_by(off)
-            elif sum(sent) > total or len(sent) > 12:
-                problem = f" sends {sum(sent)} bytes in {len(sent)} messages; it needs {total}"
+            elif sum(sizes) > total or len(sizes) > 12:
+                problem = f" sends {sum(sizes)} bytes in {len(sizes)} messages; it needs {total}"
             elif name == "the same order" and early < 4:
                 problem = f" begins only {early} all-reduces before layer 2 has its gradient"
-            elif name == "the same order" and watch.waits_early():
+            elif name == "the same order" and waits_early(watch.events):
                 problem = " waits before all have left: use async_op=True, and wait in finish()"
             if problem := of_any_rank(problem and f"{name}: rank {rank}{problem}"):
                 return problem

@@ -210,23 +210,19 @@ def as_given(model):
     return finish
 
 
-def all_at_the_end(model):
-    def finish():
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+def at_the_end(copies):
+    """Return an answer that sends each gradient so often, after backward()."""
 
-    return finish
+    def average_each(model):
+        def finish():
+            for p in model.parameters():
+                flat = torch.stack([p.grad] * copies)
+                dist.all_reduce(flat)
+                p.grad = flat[0] / dist.get_world_size()
 
+        return finish
 
-def all_gathered(model):
-    def finish():
-        for p in model.parameters():
-            flat = torch.stack([p.grad] * 2)
-            dist.all_reduce(flat)
-            p.grad = flat[0] / dist.get_world_size()
-
-    return finish
+    return average_each
 
 
 def each_by(send=None, hold=0, learns=False):
@@ -302,10 +298,10 @@ WRONG = {
     },
     "average_each": {
         "as given": (as_given, "another order: rank 0's gradient is"),
-        "all at the end": (all_at_the_end, "begins only 0 all-reduces"),
+        "all at the end": (at_the_end(1), "begins only 0 all-reduces"),
         "not asynchronous": (each_by(synchronous), "waits before all have left"),
         "waits in the hook": (each_by(waited_for), "waits before all have left"),
         "held back": (each_by(hold=11), "begins only 0 all-reduces"),
-        "twice the bytes": (all_gathered, "it needs 13056"),
+        "twice the bytes": (at_the_end(2), "it needs 13056"),
     },
 }

@@ -50,6 +50,22 @@ def taken():
     return found
 
 
+def is_call(event):
+    """Return whether an event is a call, (name, bytes), and nothing that somebody else noted."""
+    return isinstance(event, tuple)
+
+
+def sent(events):
+    """Return the bytes of each all-reduce among events."""
+    return [size for name, size in filter(is_call, events) if name == "all_reduce"]
+
+
+def waits_early(events):
+    """Return whether somebody waits for an all-reduce before the last one has begun."""
+    names = [name for name, _ in filter(is_call, events) if name != "broadcast"]
+    return "wait" in names[: names.count("all_reduce")]
+
+
 def broadcast(tensor, src=0):
     """Overwrite a tensor with that of rank `src`."""
     note(("broadcast", tensor.nbytes))
@@ -57,7 +73,7 @@ def broadcast(tensor, src=0):
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM, async_op=True):
-    """Begin to add up, as op says; return what can be waited for."""
+    """Begin to reduce, and return what can be waited for."""
     return here.group.allreduce(tensor, op)
 
 
