@@ -39,19 +39,26 @@ def judge(job, args, started, launcher):
     model = lesson.Model().double()  # rank 0's, and by the wrapper everybody's
     if wrong := claims.wrong_in_optimizer(job, nn.ModuleDict({"module": model})):
         return claims.Verdict(CLAIM, [wrong], {}, [])
-    try:
-        played = play(lesson, started, lambda rank: act(rank, args, model))
-    except Exception as error:
-        return claims.Verdict(CLAIM, [f"played by threads: {error}"], {}, [])
-    (faults, offs, seen), sizes = map(list, zip(*played, strict=True)), played[0][2]["buckets"]
     wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
-    wrong += [claims.wrong_in_replicas(job), wrong_at_end(job, seen[0].pop("trained"))]
-    wrong += [wrong_in_sent(job, model, sizes), wrong_in_words(job, args, sizes)]
-    wrong = list(filter(None, [*wrong, *dict.fromkeys(chain(*faults))]))
     numbers = {"world_size": started, "backend": job[0].group["backend"]}
-    numbers |= {"device": job[0].optimizers[0]["device"], "bytes_sent": sum(sizes)}
-    off = {name: max(of_rank[name] for of_rank in offs) for name in reversed(offs[0])}
-    numbers |= seen[0] | {"max_grad_diff_to_ddp": off}
+    numbers |= {"device": job[0].optimizers[0]["device"]}
+    try:
+        played = play(lesson, started, lambda rank: beside_ddp(args, model))
+        faults, offs, (seen, *_) = map(list, zip(*played, strict=True))
+        numbers |= {name: seen[name] for name in ("buckets", "all_reduces", "overlapped")}
+        wrong += [
+            claims.wrong_in_replicas(job),
+            wrong_at_end(job, seen["trained"]),
+            *chain(*faults),
+        ]
+        wrong += [wrong_in_sent(job, model, seen["buckets"]), wrong_in_words(job, args, numbers)]
+        if not (wrong := list(dict.fromkeys(filter(None, wrong)))):
+            others = play(lesson, started, lambda rank: wrong_elsewhere(rank, args))
+            wrong = list(dict.fromkeys(chain(*others)))
+    except Exception as error:
+        return claims.Verdict(CLAIM, [f"played by threads: {error}"], numbers, [])
+    off = {name: claims.worst([of_rank[name] for of_rank in offs]) for name in reversed(offs[0])}
+    numbers |= {"bytes_sent": sum(numbers["buckets"]), "max_grad_diff_to_ddp": off}
     begun = f"{numbers['overlapped']} of {numbers['all_reduces']}"
     told = ", ".join(f"{value:.3g} {name}" for name, value in off.items())
     lines = [f"all-reduces begun before the last gradient was there: {begun}"]
@@ -92,11 +99,10 @@ def calls_for(tensors):
     return [f"broadcast {[[count], kind]}" for kind, count in numbers.items()]
 
 
-def wrong_in_words(job, args, sizes):
+def wrong_in_words(job, args, numbers):
     """Rank 0 has told who trains, how large its buckets are, and its loss."""
-    where = f"over {job[0].group['backend']} on {job[0].optimizers[0]['device']}"
-    told = " ".join(f"{size:,}" for size in sizes)
-    lines = [f"{len(job)} ranks {where}"]
+    told = " ".join(f"{size:,}" for size in numbers["buckets"])
+    lines = ["{world_size} ranks over {backend} on {device}".format(**numbers)]
     lines += [f"buckets of {args.bucket_mb} MiB or a little more: {told} bytes"]
     losses = [event["value"] for event in job[0].of("loss")][1::2]
     for step in (1, args.steps):
@@ -136,14 +142,6 @@ def storages(model):
 
 
 # --- What threads play ---
-
-
-def act(rank, args, model):
-    """Play one rank; return (all that is wrong, how far it is off by order, numbers)."""
-    rows = lesson.make_rows(args.steps, args.batch_size, args.seed)[:, :, rank :: here.group.size()]
-    wrong, off, numbers = beside_ddp(model, args.bucket_mb, rows)
-    wrong += wrong_in_cases(rank, rows[0][0]) + wrong_after_errors(rows[0][0]) + wrong_in_float16()
-    return wrong, off, numbers
 
 
 def replicas(model, count):
@@ -230,26 +228,33 @@ def wrong_beside(own, theirs, nbytes, sizes, in_ddps_order):
     """Return what is wrong with gradients beside those of DDP's model; all-reduces had `nbytes`."""
     off, buffers = difference(own.module, theirs), apart(own.module.buffers(), theirs.buffers())
     limit = 0.0 if in_ddps_order or here.group.size() <= 2 else rounding(theirs)
-    alike = (len(nbytes), sum(nbytes)) == (len(sizes), sum(sizes))
     rules = {f"gradients are off by {off:.2g}": off <= limit}
     rules[f"buffers are off by {buffers:.2g}"] = buffers <= limit
+    alike = (len(nbytes), sum(nbytes)) == (len(sizes), sum(sizes))
     alike = nbytes == sizes if in_ddps_order else alike
     rules[f"it sends {nbytes} bytes, and DDP {sizes}"] = alike
     rules["gradients do not live in the buckets"] = sorted(storages(own.module)) == sorted(nbytes)
     return claims.broken(rules)
 
 
-def beside_ddp(model, megabytes, batches):
-    """Train with DDP, and with OwnDDP in two orders; return what is wrong, off and numbers."""
+def share(steps, args):
+    """Return this rank's rows: [step][micro-batch]."""
+    rows = lesson.make_rows(steps, args.batch_size, args.seed)
+    return rows[:, :, here.group.rank() :: here.group.size()]
+
+
+def beside_ddp(args, model):
+    """Train with DDP, and with OwnDDP in two orders.
+
+    Return (all that is wrong, {order: how far a gradient is ever off}, numbers).
+    """
     theirs, *ours = replicas(model, 2)
+    batches, megabytes = share(args.steps, args), args.bucket_mb
     ddp, order, sizes = sorted_ddp(theirs, megabytes, batches[0][0])
     owns = {"in DDP's order": own_of(ours[1], megabytes, order)}
     owns["in reverse order"] = lesson.OwnDDP(ours[0], megabytes)  # of registration, as in the run
-    optimizer, off, wrong = (
-        torch.optim.SGD(theirs.parameters(), lr=0.01),
-        dict.fromkeys(owns, 0),
-        [],
-    )
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    off, wrong = dict.fromkeys(owns, 0), []
     for micro_batches in ([(part, {}) for part in rows] for rows in batches):
         optimizer.zero_grad()
         step(ddp, micro_batches)
@@ -279,6 +284,12 @@ def wrong_in_evaluation(own, rows):
 
 
 # --- What the model of the script does not have ---
+
+
+def wrong_elsewhere(rank, args):
+    """Return what is wrong with other models, and after errors."""
+    rows = share(1, args)[0][0]
+    return wrong_in_cases(rank, rows) + wrong_after_errors(rows) + wrong_in_float16()
 
 
 class Branches(nn.ModuleDict):
