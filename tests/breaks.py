@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -235,17 +236,23 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
         sources = {name: source for name, source in sources.items() if name not in said}
     with tempfile.TemporaryDirectory() as folder:
         places = {name: str(Path(folder, str(n))) for n, name in enumerate(sources)}
-        for place in places.values():
+        turns = {name: [([], 0)] for name in sources}
+        for name, place in places.items():
             Path(place).mkdir()
-        ports = free_ports(len(sources)) if lesson.start == lessons.BY_HAND else None
-        given = sources, places, flags, proof.KEEP_VALUES, machines, ports
+            if hasattr(proof, "turns"):
+                turns[name] = proof.turns(args, nproc, place)
+        by_hand = lesson.start == lessons.BY_HAND
+        ports = dict(zip(sources, free_ports(len(sources)), strict=True)) if by_hand else None
+        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        given = sources, places, flags, values, machines, turns, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
             if failed:  # the script's own words, and no PASS
                 said[name] = False, failed
                 continue
-            (job,) = read.read(place, by_torchrun=True)
+            jobs = read.read(place, by_torchrun=True)
+            job = jobs if hasattr(proof, "turns") else jobs[0]
             with patch.object(proof, "lesson", as_module(sources[name])):
                 verdict = proof.judge(job, args, nproc, "torchrun")
             said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
@@ -259,7 +266,7 @@ def as_module(source):
     return module
 
 
-def run_watched(rank, world_size, sources, places, flags, values, machines, ports):
+def run_watched(rank, world_size, sources, places, flags, values, machines, turns, ports):
     """Run each source on this rank, watched; return {name: why it could not be, or None}.
 
     With ports, a source joins a group of its own, and is told to meet there.
@@ -267,22 +274,30 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, port
     import torch.distributed as dist
     from lockstep.watch import facts, hooks
 
-    ended = {}
+    ended, begun = {}, False
     if ports:
         dist.destroy_process_group()
-    for number, (name, source) in enumerate(sources.items()):
-        os.environ |= facts.environment(places[name], "script.py", 0, values)
-        if number == 0:
+    all_turns = [(name, n, turn) for name in sources for n, turn in enumerate(turns[name])]
+    for name, number, (more, after) in all_turns:
+        if ended.get(name):
+            continue
+        place = Path(places[name], f"turn_{number}")
+        place.mkdir(exist_ok=True)
+        os.environ |= facts.environment(place, "script.py", 0, *values)
+        os.environ["LOCKSTEP_WATCH_SIGTERM"] = str(after)
+        if not begun:
             hooks.start()
+            begun = True
         forget()
         tell_place(rank, world_size, machines)
         if ports:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[name])}
         try:
-            run_main(rank, world_size, source, flags, joins=bool(ports))
+            run_main(rank, world_size, sources[name], [*flags, *more], joins=bool(ports))
             ended[name] = None
         except SystemExit as stop:
-            ended[name] = str(stop) if stop.code else None
+            stopped = after and stop.code == 128 + signal.SIGTERM  # as its turn wants it
+            ended[name] = str(stop) if stop.code and not stopped else None
         except Exception as error:
             error.add_note(f"in the break {name!r}")
             raise

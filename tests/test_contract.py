@@ -437,7 +437,7 @@ def test_the_template_is_a_lesson_that_runs(monkeypatch):
     proof = importlib.import_module("proof_NN")
     for name in ("of_script", "of_lesson"):
         monkeypatch.setattr(proofs, name, lambda _: proof)
-    source, lesson = script.read_text(), types.SimpleNamespace(script=script)
+    source, lesson = script.read_text(), types.SimpleNamespace(script=script, start="torchrun")
     sources = {"as it is": source, "broken": source.replace("    dist.all_reduce(", "    (")}
     said = verdicts_of_proof(lesson, sources, 2, [], 1)
     assert [passed for passed, _ in said.values()] == [True, False], said
