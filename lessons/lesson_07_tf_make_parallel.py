@@ -9,9 +9,7 @@ Run it:      bash scripts/lesson_07.sh --nproc 2
 PTB's text:  bash scripts/lesson_07.sh --data-dir FOLDER
 Or alone:    python lessons/lesson_07_tf_make_parallel.py --nproc 2
 
-The launcher watches from outside; the last three lines are its own.
-
-Output to expect on a CPU:
+Output to expect on a CPU; the launcher, which watches from outside, adds the last three lines:
 
     2 towers in one process, on cpu:0 cpu:1
     perplexity ... in step 1, ... in the last 10 of 100
@@ -25,6 +23,7 @@ import collections
 import functools
 import importlib
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,10 +130,7 @@ def language_model(first, **part):
 
 
 def initial_weights(seed, words, width=64):
-    """Return the first weights, float64: {name: array}. Gates of an LSTM: i, f, g, o.
-
-    i, f, o = sigmoid and g = tanh of [input, state] @ kernel + bias; f gets 1 more before it.
-    """
+    """Return the first weights, float64: {name: array}. Gates of an LSTM: i, f, g, o."""
     shapes = {"embedding": (words, width)}
     for layer in (1, 2):
         shapes |= {f"kernel_{layer}": (2 * width, 4 * width), f"bias_{layer}": (4 * width,)}
@@ -208,11 +204,13 @@ def prepare(args):
 
 
 def save(path, losses, gradients, weights):
-    """Write the losses, the gradients of the first step, and the weights after the last one."""
+    """Write losses, gradients of the first step, and last weights; all of them, or nothing."""
     arrays = {f"gradient_{name}": value for name, value in gradients.items()}
     arrays |= {f"weight_{name}": value for name, value in weights.items()}
-    with path.open("wb") as file:
-        np.savez(file, loss=losses, **arrays)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # on the same disk
+        unfinished = Path(folder, "unfinished.npz")
+        np.savez(unfinished, loss=losses, **arrays)
+        unfinished.replace(path)  # until now, what was there is whole
 
 
 def main(args):

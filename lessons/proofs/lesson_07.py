@@ -3,7 +3,8 @@
 The script knows nothing of this file. It is one process, and TensorFlow does its work: the hooks
 for PyTorch see nothing of it, and two frameworks in a process can crash. So the launcher runs it in
 `watched`, which listens to the sessions of TensorFlow, and nobody imports torch here. The loss of
-the whole batch is computed in NumPy; its gradients are those of a graph on one device.
+the whole batch is computed in NumPy; its gradients are those of a graph on one device, if that loss
+changes as they say.
 """
 
 import contextlib
@@ -99,6 +100,19 @@ def on_one_device(weights, inputs, targets, mask):
         return session.run([loss, dict(zip(w, gradients, strict=True))])
 
 
+def off_slope(gradients, weights, batch):
+    """Return how far the gradients are from the change of the loss in NumPy, in one direction.
+
+    The graph has the lesson's own model. A direction drawn at random tells whether any value in
+    its gradients is wrong; each variable changes the loss about as much, and all by about 1.
+    """
+    drawn, step = np.random.default_rng(0), 1e-7
+    way = {n: drawn.normal(size=g.shape) / (np.linalg.norm(g) or 1) for n, g in gradients.items()}
+    ends = [{n: w + far * way[n] for n, w in weights.items()} for far in (step, -step)]
+    up, down = (by_hand(end, *batch) for end in ends)
+    return abs((up - down) / (2 * step) - sum((way[n] * g).sum() for n, g in gradients.items()))
+
+
 def difference(ours, theirs):
     """Return the largest difference, relative to the largest value of `theirs`."""
     if np.shape(ours) != np.shape(theirs):
@@ -120,10 +134,12 @@ def compare(step, loss, first, batch, dtype):
     rate = lesson.LEARNING_RATE
     updates = [difference(moved[name] / rate, g) for name, g in gradients.items()]
     same = len(step.batch) == 3 and all(map(np.array_equal, step.batch, batch))
+    slope = off_slope(gradients, weights, batch)
     rules = {
         "a step has another batch than the next one": same,
         f"a loss is {loss:.6g}, not {right:.6g}": difference(loss, right) < small,
         f"a gradient is off by {np.max(off):.1e}": np.max(off) < small,
+        f"the model's gradients are not those of its loss (off by {slope:.1e})": slope < 1e-4,
         # The difference of two rounded weights has few digits left in float32.
         f"an update is off by {np.max(updates):.1e}": np.max(updates) < 50 * small,
     }
