@@ -9,7 +9,8 @@ Run it:      bash scripts/lesson_07.sh --nproc 2
 PTB's text:  bash scripts/lesson_07.sh --data-dir FOLDER
 Or alone:    python lessons/lesson_07_tf_make_parallel.py --nproc 2
 
-Output to expect on a CPU; the launcher, which watches from outside, adds the last three lines:
+The launcher watches from outside; the last three lines are its own.
+Output to expect on a CPU:
 
     2 towers in one process, on cpu:0 cpu:1
     perplexity ... in step 1, ... in the last 10 of 100

@@ -203,9 +203,9 @@ BREAKS = {
         "return [graph.session.run([graph.loss, graph.update])[0] for _",
         "return [graph.session.run([graph.loss, graph.update][: 1 + (n != 1)])[0] for n",
     ),
-    "no gradient through a layer's output": (
-        "concat([x, h], 1)",
-        "concat([x, tf.stop_gradient(h)], 1)",
+    "the first words' outputs have no gradient": (
+        '"trw,wv->trv", outputs',
+        '"trw,wv->trv", tf.concat([tf.stop_gradient(outputs[:1]), outputs[1:]], 0)',
     ),
     "padding is learned, too": ("losses * tf.transpose(mask)", "losses"),
     "the first tower counts for all": ("tf.add_n(sums)", "(sums[0] * len(sums))"),
