@@ -21,6 +21,7 @@ import sys
 import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
@@ -36,8 +37,10 @@ from nbtools.run import process_group
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
+def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None, usual=None):
     """Run a lesson's script as it is, then with each of its breaks, on `nproc` ranks.
+
+    A break is tried on the `usual` number of ranks, or 2, unless its row has other numbers.
 
     The script as it is runs on each of them, a break only where it is to be tried. With two
     machines, half of the ranks are told that they run on the second, and 3 ranks are the fewest, so
@@ -56,7 +59,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
     for name, (part, other, *_) in breaks.items():
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
         sources[name] = source.replace(part, other)
-    where = {name: row[2] if row[2:] else (machines + 1,) for name, row in breaks.items()}
+    where = {name: row[2] if row[2:] else (usual or machines + 1,) for name, row in breaks.items()}
     if lesson.frameworks():
         numbers = nproc if isinstance(nproc, tuple) else (nproc,)
         several = "torch" in lesson.compares_with
@@ -76,6 +79,10 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
                 said[name] = run(verdict_of_one_process, 1, lesson, text, words)[0]
             else:
                 said |= run(verdicts, 1, {name: text}, words, machines)[0]
+    elif lesson.start == lessons.ITSELF and lesson.proof.exists():
+        with ThreadPoolExecutor(3) as pool:
+            ways = pool.map(partial(verdict_of_examination, lesson, words), sources.values())
+            said = dict(zip(sources, ways, strict=True))
     elif lesson.start == lessons.ITSELF:
         with ThreadPoolExecutor(3) as pool, tempfile.TemporaryDirectory() as folder:
             places = [(Path(folder, f"{name}.py"), text) for name, text in sources.items()]
@@ -93,7 +100,8 @@ def judge_breaks(said):
     """Fail if the script as it is does not say PASS, or if one of its breaks does."""
     passed, claim = said.pop("as it is")
     assert passed, claim
-    assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
+    survived = {name: claim for name, (passed, claim) in said.items() if passed}
+    assert survived == {}, survived
 
 
 def judge_beside_torch(sources, where, numbers, flags):
@@ -312,6 +320,26 @@ def verdict_of_one_process(rank, world_size, lesson, source, flags):
     with contextlib.redirect_stdout(io.StringIO()), proof.watched(args) as seen:
         proof.lesson.main(proof.lesson.parse_args(flags))
     verdict = proof.judge(seen, args, args.nproc, "none")
+    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+
+
+def verdict_of_examination(lesson, flags, source):
+    """Return (passed, claim) of a source whose ranks its proof starts, in a warm process."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, lesson.script.name).write_text(source)
+        return run(be_examined, 1, lesson, folder, flags, deadline=1500)[0]
+
+
+def be_examined(rank, world_size, lesson, folder, flags):
+    """Let the proof of a lesson examine the script in a folder, in this process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    sys.path.insert(0, folder)  # the proof and the patients import the script from here
+    proof = proofs.of_lesson(lesson)
+    args = proofs.read_flags(lesson.script, flags, 1, 1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        verdict = proof.examine(args)
     return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
 
 

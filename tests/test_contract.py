@@ -21,7 +21,7 @@ from lockstep import proofs
 
 SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py"))}
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-PROOFS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons" / "proofs").glob("*.py"))}
+PROOFS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons/proofs").glob("lesson_*.py"))}
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
 FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.

@@ -46,11 +46,8 @@ def judge(job, args, started, launcher):
         played = play(lesson, started, lambda rank: beside_ddp(args, model))
         faults, offs, (seen, *_) = map(list, zip(*played, strict=True))
         numbers |= {name: seen[name] for name in ("buckets", "all_reduces", "overlapped")}
-        wrong += [
-            claims.wrong_in_replicas(job),
-            wrong_at_end(job, seen["trained"]),
-            *chain(*faults),
-        ]
+        wrong += [claims.wrong_in_replicas(job), wrong_at_end(job, seen["trained"])]
+        wrong += chain(*faults)
         wrong += [wrong_in_sent(job, model, seen["buckets"]), wrong_in_words(job, args, numbers)]
         if not (wrong := list(filter(None, wrong))):
             wrong = [*chain(*play(lesson, started, lambda rank: wrong_elsewhere(rank, args)))]

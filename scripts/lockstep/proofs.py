@@ -68,6 +68,8 @@ def read_flags(script, flags, world_size, ranks_here):
             return super().add_argument(*names, **options)
 
         def parse_args(self, argv=None):
+            if hasattr(proof, "add_flags"):
+                proof.add_flags(self)
             self.add_argument("--json", action="store_true", help="end with one line of JSON")
             return super().parse_args(argv)
 

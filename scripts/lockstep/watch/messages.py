@@ -82,17 +82,17 @@ def path_of(kind):
 @functools.cache
 def be_ready_for_a_hang():
     """Note messages, and write the last calls of this rank when the check finds that all stand."""
-    from lockstep.watch import clinic
+    from lockstep.watch import traces
 
-    clinic.take_notes()
-    threading.Thread(target=leave_calls_when_asked, args=[clinic], daemon=True).start()
+    traces.take_notes()
+    threading.Thread(target=leave_calls_when_asked, args=[traces], daemon=True).start()
 
 
-def leave_calls_when_asked(clinic):
+def leave_calls_when_asked(traces):
     """Wait until a file says that nobody moves, then write the last calls of this rank."""
     while not os.path.exists(os.path.join(facts.settings["folder"], ASKED)):
         time.sleep(0.5)
-    clinic.write_calls(path_of("calls"))
+    traces.write_calls(path_of("calls"))
 
 
 def here(address):
