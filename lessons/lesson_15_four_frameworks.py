@@ -150,12 +150,12 @@ def jax_jit(loss_of, mesh, rate):
 
 def language_model(ops, log, look_up, weights, inputs, targets, share):
     """Return the loss, with functions that all frameworks have in their modules `ops`."""
-    loss, state = 0, look_up(weights["embedding"], inputs[:, 0]) * 0
-    for time in range(LONGEST + 1):
-        word = look_up(weights["embedding"], inputs[:, time])
-        state = ops.tanh(word + state @ weights["kernel"])
+    words = look_up(weights["embedding"], inputs)
+    loss, state = 0, words[:, 0] * 0
+    for time in range(words.shape[1]):
+        state = ops.tanh(words[:, time] + state @ weights["kernel"])
         chances = ops.exp(state @ weights["softmax"])  # their sum is not 1 yet
-        is_next = look_up(ops.eye(WORDS, dtype=ops.float64), targets[:, time])
+        is_next = look_up(ops.eye(chances.shape[1], dtype=ops.float64), targets[:, time])
         right = ops.einsum("rw,rw->r", chances, is_next) / ops.einsum("rw->r", chances)
         loss = loss - ops.einsum("r,r->", log(right), share[:, time])
     return loss

@@ -1,10 +1,10 @@
 """What lesson 15 claims: six ways, in four frameworks, make the update of one device.
 
 The script knows nothing of this file. The hooks for PyTorch see nothing of the other frameworks,
-which work in C++, and two frameworks in a process can crash. So the launcher does not run the script
-itself: here each framework has a process, and each worker of Paddle and PyTorch a fork of it. Every
-one of them runs the script's main(), whose six functions are wrapped. What is compared with them,
-the same program on one device, stands here, and nobody imports a framework to judge.
+which work in C++, and two frameworks in a process can crash. So the launcher does not
+run the script itself: here each framework has a process, and each worker of Paddle and PyTorch a
+fork of it. Every one of them runs the script's main(), whose six functions are wrapped. What is
+compared with them, the same program on one device, stands here, and no framework judges.
 """
 
 import ast
@@ -246,13 +246,14 @@ def watch_jax(make, seen, args, rank):
 
 
 OPTIMIZERS = {paddle_alone: "paddle.optimizer", pytorch_alone: "torch.optim"}
+IDLE = {"tensorflow": lambda *_: (lambda *_: 0.0, {}), "jax": lambda *_: lambda w, *_: (w, 0.0)}
 ALONE = {}  # {framework: the weights after a step on one device}
 WATCH = {"tensorflow": watch_tensorflow, "paddle": watch_replica, "pytorch": watch_replica}
 WATCH["jax"] = watch_jax
 
 
 def bytes_of_collectives(step, batch):
-    """Make a step of PyTorch; return the loss, and the bytes that this rank hands to collectives."""
+    """Make a step of PyTorch; return the loss, and the bytes handed to collectives."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -319,7 +320,10 @@ def train(framework, args, folder, ways, rank=0):
     """Run the script's main() in this process, in some of its ways; leave what was seen."""
     found, said = {}, io.StringIO()
     with contextlib.ExitStack() as stack:
-        for way in ways:
+        for way in ways_of(framework):
+            if way not in ways:
+                stack.enter_context(patch.object(lesson, WAYS[way], IDLE[framework]))
+                continue
             found[way], name = {"loss": []}, WAYS[way]
             watched = WATCH[framework](getattr(lesson, name), found[way], args, rank)
             stack.enter_context(patch.object(lesson, name, watched))
