@@ -166,7 +166,6 @@ def judge_by_framework(lesson, sources, where, numbers, flags):
     A break is named "<way>: ...", and only this way is trained with it. The model is made smaller.
     """
     proof = proofs.of_lesson(lesson)
-    make_smaller(proof.lesson)
     runs = [["as it is", "", nproc] for nproc in numbers]  # [name, way, workers]
     runs += [[name, name.partition(":")[0], numbers[0]] for name in where]
     frameworks, given = list(proof.lesson.TRAIN), [lesson.number, sources, runs, flags]
@@ -178,24 +177,22 @@ def judge_by_framework(lesson, sources, where, numbers, flags):
         intact = {way: seen for part in parts for way, seen in part[0].items()}
         nproc = runs[len(said)][2]
         args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
-        verdict = proof.judge(intact | new, args)
+        with patch.multiple(proof.lesson, **SMALLER):
+            verdict = proof.judge(intact | new, args)
         said.append((not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])))
     for verdict in said[1 : len(numbers)]:
         judge_breaks({"as it is": verdict})
     judge_breaks(dict(zip(["as it is", *where], [said[0], *said[len(numbers) :]], strict=True)))
 
 
-def make_smaller(script):
-    """Give the model of lesson 15 so few words that it is compiled in a second."""
-    script.WORDS, script.LONGEST, script.WIDTH = 16, 1, 4
+SMALLER = {"WORDS": 16, "LONGEST": 2, "WIDTH": 4}  # a model that is compiled in a second
 
 
 def train_with(given, folder, framework):
     """Return what one framework finds in these runs, a dictionary for each; one process for all."""
     scripts = str(lessons.ROOT / "scripts")
     program = f"import sys\nsys.path.append({scripts!r})\n" + ONE_FRAMEWORK
-    program += inspect.getsource(make_smaller) + TRAIN
-    run_python(program, json.dumps([framework, *given, folder]))
+    run_python(program, json.dumps([framework, SMALLER, *given, folder]))
     return pickle.loads(Path(folder, f"{framework}.found").read_bytes())
 
 
@@ -206,11 +203,7 @@ from lockstep import lessons, proofs
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster, and three times
 os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # as fast with this
-
-"""
-TRAIN = """
-
-framework, number, sources, runs, flags, folder = json.load(sys.stdin)
+framework, smaller, number, sources, runs, flags, folder = json.load(sys.stdin)
 lesson, found = lessons.find(number), []
 proof = proofs.of_lesson(lesson)
 if framework == "tensorflow":  # it sends as many bytes if nobody looks for a better graph
@@ -218,8 +211,10 @@ if framework == "tensorflow":  # it sends as many bytes if nobody looks for a be
     import tensorflow
     tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 for name, way, nproc in runs:
-    exec(compile(sources[name], str(lesson.script), "exec"), vars(proof.lesson))
-    make_smaller(proof.lesson)
+    path = Path(folder, f"{framework}_{len(found)}.py")  # TensorFlow reads the lines of a function
+    path.write_text(sources[name])
+    exec(compile(sources[name], path, "exec"), vars(proof.lesson))
+    vars(proof.lesson).update(smaller)
     args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
     ways = [one for one in proof.ways_of(framework) if way in ("", one)]
     with tempfile.TemporaryDirectory() as own:
