@@ -28,7 +28,7 @@ import numpy as np
 # --- The technique ---
 # Six ways to take the same six steps: 1 copy the weights, 2 split the batch, 3 forward,
 # 4 backward, 5 merge the gradients, 6 update. A batch is arrays (rows, ...); the loss of some rows
-# is their part of the whole batch's: the parts add up to it, however unequal they are.
+# is their part of the batch's: the parts add up to it, however unequal they are.
 
 
 def tensorflow_towers(loss_of, weights, devices, rate):
