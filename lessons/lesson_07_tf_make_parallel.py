@@ -131,7 +131,10 @@ def language_model(first, **part):
 
 
 def initial_weights(seed, words, width=64):
-    """Return the first weights, float64: {name: array}. Gates of an LSTM: i, f, g, o."""
+    """Return the first weights, float64: {name: array}. Gates of an LSTM: i, f, g, o.
+
+    i, f, o = sigmoid and g = tanh of [input, state] @ kernel + bias; f gets 1 more before it.
+    """
     shapes = {"embedding": (words, width)}
     for layer in (1, 2):
         shapes |= {f"kernel_{layer}": (2 * width, 4 * width), f"bias_{layer}": (4 * width,)}
@@ -146,25 +149,18 @@ LEARNING_RATE = 2.0
 
 
 def read_sentences(data_dir=None):
-    """Return (training, test): lists of sentences, each a list of words (claim D12).
+    """Return the sentences to train on, each a list of words (claim D12).
 
-    Python's own documentation, which comes with Python; with `data_dir`, PTB's files from there.
-    Raises ValueError, in one line, when one of PTB's three files is missing or empty.
+    Python's own documentation, which comes with Python; with `data_dir`, PTB's text from there.
     """
-    if data_dir is None:
-        topics = importlib.import_module("pydoc_data.topics").topics
-        text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
-        parts = re.split(r"[.!?]\s|\n\s*\n", re.sub(r"\d+", " N ", text))
-        sentences = [re.findall(r"[a-z]+|N", part) for part in parts]
-        sentences = [words for words in sentences if 4 <= len(words) <= 30]
-        return sentences[: -len(sentences) // 10], sentences[-len(sentences) // 10 :]
-    texts = []
-    for path in (Path(data_dir, f"ptb.{part}.txt") for part in ("train", "valid", "test")):
-        if not path.is_file() or not path.read_text(encoding="utf-8").strip():
-            raise ValueError(f"{path} is missing or empty")
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts.append([line.split() for line in lines if line.strip()])
-    return texts[0], texts[2]
+    if data_dir is not None:
+        text = Path(data_dir, "ptb.train.txt").read_text(encoding="utf-8")
+        return [line.split() for line in text.splitlines() if line.strip()]
+    topics = importlib.import_module("pydoc_data.topics").topics
+    text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
+    parts = re.split(r"[.!?]\s|\n\s*\n", re.sub(r"\d+", " N ", text))
+    sentences = [re.findall(r"[a-z]+|N", part) for part in parts]
+    return [words for words in sentences if 4 <= len(words) <= 30]
 
 
 def number_words(sentences, size=2000):
@@ -197,10 +193,9 @@ def make_batches(sentences, numbers, batch_size, seed):
 
 def prepare(args):
     """Return the first weights, and a function that makes the batches."""
-    sentences, _ = read_sentences(args.data_dir)
+    sentences = read_sentences(args.data_dir)
     numbers = number_words(sentences)
-    weights = initial_weights(args.seed, len(numbers))
-    weights = {name: value.astype(args.dtype) for name, value in weights.items()}
+    weights = {n: w.astype(args.dtype) for n, w in initial_weights(args.seed, len(numbers)).items()}
     return weights, functools.partial(make_batches, sentences, numbers, args.batch_size, args.seed)
 
 
@@ -240,7 +235,7 @@ def parse_args(argv=None):
     parser.add_argument("--steps", type=int, default=100, help="%(default)s")
     parser.add_argument("--batch-size", type=int, default=32, help="of all towers, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
-    parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
+    parser.add_argument("--data-dir", metavar="FOLDER", help="with PTB's ptb.train.txt")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--save", type=Path, metavar="FILE", help="losses, gradients, weights")
     return parser.parse_args(argv)

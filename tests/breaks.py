@@ -144,7 +144,7 @@ for name, nproc in runs:
 print(json.dumps(said))
 """
 PROOF_BESIDE_TORCH = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
 from lockstep import lessons, proofs
 
 """
@@ -152,6 +152,12 @@ JUDGE = """
 
 sources, runs, flags, number = json.load(sys.stdin)
 lesson, said = lessons.find(number), []
+if "tensorflow" in lesson.packages:  # nobody looks for a better graph: it is ready twice as soon
+    proofs.of_lesson(lesson)
+    v1 = sys.modules["tensorflow"].compat.v1
+    options = v1.ConfigProto().graph_options
+    options.rewrite_options.disable_meta_optimizer = True
+    v1.ConfigProto = functools.partial(v1.ConfigProto, graph_options=options)
 for name, nproc in runs:
     words = [*flags, "--nproc", str(nproc)]
     said.append([[name, nproc], verdict_of_one_process(0, 1, lesson, sources[name], words)])

@@ -26,7 +26,7 @@ BAD = "--data-dir=no folder", "--save=no/x", "--save=.", "--batch-size=99999"
 
 def in_graph(proof, function, rows=4):
     """Return the shape of function(a value of unknown shape), or the name of its error."""
-    tf, v1 = proof.tf, proof.tf.compat.v1
+    tf, v1 = proof.lesson.tf, proof.lesson.v1
     with tf.Graph().as_default(), v1.Session() as session:
         value = v1.placeholder("float32", [None, None])
         try:
@@ -63,10 +63,10 @@ def mirrored(proof, first, batch):
     path = ROOT / "notebooks" / "lesson_07_tf_make_parallel.ipynb"
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
     (source,) = [cell for cell in cells if "def mirrored_gradients(" in cell]
-    names = {"tf": proof.tf, "np": np, "lesson": proof.lesson}
+    names = {"tf": proof.lesson.tf, "np": np, "lesson": proof.lesson}
     exec(source, names)
     by_device, copies = names["mirrored_gradients"](first, batch, 2)
-    _, right = proof.on_one_device(first, *batch)
+    _, right = proof.by_hand(first, *batch)
     return [max(proof.difference(g[n], right[n]) for n in right) for g in by_device], copies
 
 
@@ -103,7 +103,7 @@ def save_on_a_full_disk(lesson, folder):
 
 def pairs_belong_together(lesson):
     """Return the share of the sentences that an epoch has; each target is the next word."""
-    sentences, _ = lesson.read_sentences()
+    sentences = lesson.read_sentences()
     numbers, seen = lesson.number_words(sentences), set()
     batches = lesson.make_batches(sentences, numbers, 32, 0)
     for inputs, targets, mask in itertools.islice(batches, len(sentences) // 32):
@@ -131,7 +131,7 @@ def updates_in_an_epoch(lesson, devices):
 def measure(folder):
     """Return what TensorFlow does: {what: found}."""
     proof, facts = proofs.of_lesson(lessons.find("07")), {}
-    tf, lesson = proof.tf, proof.lesson
+    tf, lesson = proof.lesson.tf, proof.lesson
     devices = [tf.config.LogicalDeviceConfiguration() for _ in range(2)]
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
     args = lesson.parse_args(["--dtype", "float64", "--batch-size", "6", "--data-dir", folder])
@@ -221,8 +221,7 @@ def texts(tmp_path_factory):
     """Return a folder with a text in PTB's format: a word of its own in each sentence."""
     folder = tmp_path_factory.mktemp("a folder with spaces")
     text = "".join(f"the cat{n} sat on the <unk> N times\nwe go{n}\n" for n in range(22))
-    for name in ("train", "valid", "test"):
-        (folder / f"ptb.{name}.txt").write_text(text)
+    (folder / "ptb.train.txt").write_text(text)
     return folder
 
 

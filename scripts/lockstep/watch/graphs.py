@@ -113,14 +113,18 @@ def what_ran(metadata):
 
 def what_crossed(metadata):
     """Return [(from, to, tensor, bytes)]: what one device sends to another in a recorded step."""
+    nodes = chain(*(part.node for part in metadata.partition_graphs))
+    sends = [node for node in nodes if node.op == "_Send"]
+    names = {node.input[0].partition(":")[0] for node in sends}
     sizes, found = Counter(), []
     for op in chain(*(part.node_stats for part in metadata.step_stats.dev_stats)):
-        for slot, kind in ((output.slot, output.tensor_description) for output in op.output):
+        for output in op.output if op.node_name in names else ():  # in a loop more than once
+            kind = output.tensor_description
             count = tf.TensorShape(kind.shape).num_elements()
-            sizes[op.node_name, slot] += count * tf.as_dtype(kind.dtype).size
-    for node in chain(*(part.node for part in metadata.partition_graphs)):
+            sizes[op.node_name, output.slot] += count * tf.as_dtype(kind.dtype).size
+    for node in sends:
         ends = [node.attr[f"{end}_device"].s.decode().lower() for end in ("send", "recv")]
-        if node.op == "_Send" and ends[0] != ends[1]:
+        if ends[0] != ends[1]:
             name, _, slot = node.input[0].partition(":")
             places = (end.rpartition("device:")[2] for end in ends)
             found.append((*places, node.input[0], sizes[name, int(slot or 0)]))
