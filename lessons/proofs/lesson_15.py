@@ -171,6 +171,24 @@ def watch_tensorflow(make, seen, args, rank):
     return watched
 
 
+def count_updates(sgd, seen):
+    """Let an optimizer's class count the updates that it makes."""
+    update = sgd.step
+
+    def counted_update(*given):
+        seen["updates"][0] += 1
+        return update(*given)
+
+    sgd.step = counted_update
+
+
+def fill(model, values):
+    """Give a model of Paddle or PyTorch these parameters, {name: array}."""
+    for name, w in model.named_parameters():
+        new = values[name]
+        w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
+
+
 def watch_replica(make, seen, args, rank):
     """Watch Paddle or PyTorch, whose ranks have other weights until those of rank 0 are copied."""
     alone = {"paddle_data_parallel": paddle_alone, "pytorch_ddp": pytorch_alone}[make.__name__]
@@ -179,16 +197,10 @@ def watch_replica(make, seen, args, rank):
         def read():
             return [{name: np.array(w.detach().numpy()) for name, w in model.named_parameters()}]
 
-        def counted_update(*given):
-            seen["updates"][0] += 1
-            return update(*given)
-
         (first,), forward = read(), model.forward
         alone(model, rate)(*lesson.make_problem(args)[1][0])
         seen.update(alone=read()[0], rows=[], updates=[0], bytes=None)
-        for name, w in model.named_parameters():
-            new = first[name] * (1 + rank)
-            w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
+        fill(model, {name: w * (1 + rank) for name, w in first.items()})
 
         def counted(inputs, *rest):
             seen["rows"] = [inputs.shape[0]]
@@ -201,12 +213,24 @@ def watch_replica(make, seen, args, rank):
             return step(*batch)
 
         model.forward = counted
-        sgd = importlib.import_module(OPTIMIZERS[alone]).SGD
-        update, sgd.step = sgd.step, counted_update
+        count_updates(importlib.import_module(OPTIMIZERS[alone]).SGD, seen)
         step = make(model, rate)
         return noted(seen, read, recorded)
 
     return watched
+
+
+def compile_step(step, held, seen, mesh, batch):
+    """Compile a step of JAX, for weights that all devices have; note its rows and its bytes."""
+    import jax
+
+    held["now"] = jax.device_put(held["now"], jax.NamedSharding(mesh, jax.P()))
+    compiled = step.lower(held["now"], *batch).compile()
+    seen["bytes"] = bytes_in_hlo(compiled.as_text()) * (mesh.size > 1)
+    places = zip(compiled.input_shardings[0][1:], batch, strict=True)
+    rows = max(place.shard_shape(array.shape)[0] for place, array in places)
+    seen["rows"] = [rows] * mesh.size
+    return compiled
 
 
 def watch_jax(make, seen, args, rank):
@@ -222,12 +246,7 @@ def watch_jax(make, seen, args, rank):
 
         def compiled(*batch):
             if "step" not in held:
-                held["now"] = jax.device_put(held["now"], jax.NamedSharding(mesh, jax.P()))
-                held["step"] = step.lower(held["now"], *batch).compile()
-                seen["bytes"] = bytes_in_hlo(held["step"].as_text()) * (mesh.size > 1)
-                places = zip(held["step"].input_shardings[0][1:], batch, strict=True)
-                rows = max(place.shard_shape(array.shape)[0] for place, array in places)
-                seen["rows"] = [rows] * mesh.size
+                held["step"] = compile_step(step, held, seen, mesh, batch)
             held["now"], loss = held["step"](held["now"], *batch)
             return loss
 
