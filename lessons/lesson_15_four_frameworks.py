@@ -1,34 +1,27 @@
 """Lesson 15: do the same six steps give the same numbers in TensorFlow, Paddle, PyTorch and JAX?
 
-One language model, the same first weights and batches, N workers, in six ways. A worker is a device
-(TensorFlow, JAX) or a process (Paddle, PyTorch), all on the CPU.
-Run it:    bash scripts/lesson_15.sh --nproc 2            all that are installed, compared
-Or alone:  python FILE --framework jax --nproc 2          or tensorflow
-           torchrun --nproc-per-node 2 FILE --framework pytorch
+Run it:    bash scripts/lesson_15.sh --nproc 2        six ways, of all that are installed, compared
+Or alone:  python FILE --framework jax --nproc 2      or tensorflow: workers are devices of the CPU
+           torchrun --nproc-per-node 2 FILE --framework pytorch         workers are processes
            python -m paddle.distributed.launch --nproc_per_node 2 FILE --framework paddle
 
 Output to expect on a CPU:
 
-    tensorflow towers    loss 6.2... to 4...
-    ...
-    2 workers, 16 and 16 of 32 sentences in a step; 33,024 weights, 264,192 bytes
-    tensorflow towers    ... bytes in a step; ... lines more
+    tensorflow towers    loss 6.2... to 5.1...
     ...
     PASS 4 frameworks, 6 ways, 2 workers: gradients differ by ... at most
 """
 
 import argparse
 import os
-import sys
 from functools import partial
+from itertools import starmap
 from operator import getitem
 
 import numpy as np
 
 # --- The technique ---
-# Six ways to take the same six steps: 1 copy the weights, 2 split the batch, 3 forward,
-# 4 backward, 5 merge the gradients, 6 update. A batch is arrays (rows, ...); the loss of some rows
-# is their part of the batch's: the parts add up to it, however unequal they are.
+# 1 copy the weights, 2 split the batch, 3 forward, 4 backward, 5 merge the gradients, 6 update
 
 
 def tensorflow_towers(loss_of, weights, devices, rate):
@@ -73,8 +66,7 @@ def tensorflow_mirrored(loss_of, weights, devices, rate):
             loss = loss_of(variables, *mine)  # 3
         gradients = tape.gradient(loss, variables)  # 4
         for name, variable in variables.items():
-            change = rate * tf.convert_to_tensor(gradients[name])
-            variable.assign_sub(change)  # 5: the SUM over all devices, 6: on each
+            variable.assign_sub(rate * tf.convert_to_tensor(gradients[name]))  # 5: SUM, 6: on each
         return loss
 
     @tf.function
@@ -142,13 +134,12 @@ def jax_jit(loss_of, mesh, rate):
         loss, gradients = jax.value_and_grad(loss_of)(weights, *batch)  # 3, 4, 5
         return jax.tree.map(lambda w, g: w - rate * g, weights, gradients), loss  # 6
 
-    all_of_it, rows = (jax.NamedSharding(mesh, jax.P(*axis)) for axis in ([], ["data"]))
-    places = {"in_shardings": (all_of_it, rows, rows, rows), "out_shardings": all_of_it}  # 1, 2
-    return jax.jit(step, **places)
+    full, rows = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
+    return jax.jit(step, in_shardings=(full, rows, rows, rows), out_shardings=full)  # 1, 2
 
 
 def language_model(ops, log, look_up, weights, inputs, targets, share):
-    """Return the loss, with functions that all frameworks have in their modules `ops`."""
+    """Return the loss, of some rows their part of the batch's; `ops` is a framework's module."""
     words = look_up(weights["embedding"], inputs)
     loss, state = 0, words[:, 0] * 0
     for time in range(words.shape[1]):
@@ -178,35 +169,27 @@ def make_problem(args):
 
 def train_tensorflow(nproc, weights, batches):
     """Train on virtual devices of the CPU; return {way: losses}."""
-    sys.modules["jax"] = None  # else TensorFlow's converter for phones imports it, too
     import tensorflow as tf
 
     (cpu,), device = tf.config.list_physical_devices("CPU"), tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [device] * nproc)
-    ways, losses = {"towers": tensorflow_towers, "mirrored": tensorflow_mirrored}, {}
-    for name, way in ways.items():
-        loss_of = partial(language_model, tf, tf.math.log, tf.gather)
-        step, _ = way(loss_of, weights, [f"cpu:{number}" for number in range(nproc)], RATE)
-        losses[f"tensorflow {name}"] = [step(*batch) for batch in batches]
-    return losses
+    loss_of = partial(language_model, tf, tf.math.log, tf.gather)
+    names = [f"cpu:{number}" for number in range(nproc)]
+    ways = {"tensorflow towers": tensorflow_towers, "tensorflow mirrored": tensorflow_mirrored}
+    steps = {name: way(loss_of, weights, names, RATE)[0] for name, way in ways.items()}
+    return {name: [*starmap(step, batches)] for name, step in steps.items()}
 
 
 def train_paddle(nproc, weights, batches):
     """Train as one of the processes; return {way: losses} on the first of them."""
     import paddle
 
-    loss_of = partial(language_model, paddle, paddle.log, getitem)
-
-    class Model(paddle.nn.Layer):
-        def forward(self, *rows):
-            return loss_of(dict(self.named_parameters()), *rows)
-
     paddle.distributed.init_parallel_env()
-    model, fill = Model(), paddle.nn.initializer.Assign
-    for name, w in weights.items():
-        model.add_parameter(name, model.create_parameter(w.shape, fill(w), "float64"))
-    step = paddle_data_parallel(model, RATE)
-    losses = paddle.to_tensor([step(*batch) for batch in batches])
+    model = paddle.nn.Layer()
+    tensors = {name: paddle.to_tensor(w) for name, w in weights.items()}
+    model.w = paddle.nn.ParameterDict({n: paddle.nn.Parameter(t) for n, t in tensors.items()})
+    model.forward = partial(language_model, paddle, paddle.log, getitem, model.w)
+    losses = paddle.to_tensor([*starmap(paddle_data_parallel(model, RATE), batches)])
     if paddle.distributed.is_initialized():  # it is not, where one process is all
         paddle.distributed.all_reduce(losses)  # each has its parts
     return {} if paddle.distributed.get_rank() else {"paddle": losses.tolist()}
@@ -214,23 +197,17 @@ def train_paddle(nproc, weights, batches):
 
 def train_pytorch(nproc, weights, batches):
     """Train as one of the processes; return {way: losses} on the first of them."""
-    import torch
     import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 
-    loss_of = partial(language_model, torch, torch.log, getitem)
-
-    class Model(torch.nn.Module):
-        def forward(self, *rows):
-            return loss_of(dict(self.named_parameters()), *rows)
-
     torch.distributed.init_process_group("gloo")
-    model = Model()
-    for name, w in weights.items():
-        model.register_parameter(name, torch.nn.Parameter(torch.tensor(w)))
-    step = pytorch_ddp(model, RATE)
-    losses = torch.tensor([step(*batch) for batch in batches])
+    model = torch.nn.Module()
+    model.w = torch.nn.ParameterDict({name: torch.tensor(w) for name, w in weights.items()})
+    model.forward = partial(language_model, torch, torch.log, getitem, model.w)
+    losses = torch.tensor([*starmap(pytorch_ddp(model, RATE), batches)])  # here DDP ends
     torch.distributed.all_reduce(losses)  # each has its parts
-    return {} if torch.distributed.get_rank() else {"pytorch": losses.tolist()}
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    return {} if rank else {"pytorch": losses.tolist()}
 
 
 def train_jax(nproc, weights, batches):
@@ -250,22 +227,20 @@ def train_jax(nproc, weights, batches):
     return losses
 
 
-TRAIN = {"tensorflow": train_tensorflow, "paddle": train_paddle}
-TRAIN |= {"pytorch": train_pytorch, "jax": train_jax}
+TRAIN = dict(tensorflow=train_tensorflow, paddle=train_paddle, pytorch=train_pytorch, jax=train_jax)
 
 
 def main(args):
     """Train with one framework in each of its ways; print the first loss and the last."""
-    losses = TRAIN[args.framework](args.nproc, *make_problem(args))
-    for way, of_steps in losses.items():
-        print(f"{way:20} loss {of_steps[0]:.4f} to {of_steps[-1]:.4f}")
+    for way, losses in TRAIN[args.framework](args.nproc, *make_problem(args)).items():
+        print(f"{way:20} loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
 def parse_args(argv=None):
     """Return the flags."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--framework", choices=TRAIN, default="jax", help="%(default)s")
+    parser.add_argument("--framework", choices=TRAIN, default="jax", help="run alone, %(default)s")
     for flag, default in (("--nproc", 2), ("--steps", 20), ("--batch-size", 32), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default, help="%(default)s")
     return parser.parse_args(argv)

@@ -240,7 +240,7 @@ def test_a_lesson_with_a_proof_is_its_technique(lesson):
     """It has no watcher and no verdict; half of its code, at least, is what a reader copies."""
     source = text_of(SCRIPTS[lesson])
     assert re.findall(r"# --- (.*) ---\n", source) == ["The technique", "The example"]
-    assert source.count("\n") <= LONGER.get(lesson, 250)
+    assert source.count("\n") <= 250
     below = source.rpartition('"""\n\nimport')[2]
     assert not re.search(r"PASS|FAIL|args.json|conclude|whole", below)
     code = [line for line in below.splitlines() if line.strip()]
@@ -248,8 +248,6 @@ def test_a_lesson_with_a_proof_is_its_technique(lesson):
     rest = [line for line in code if not line.startswith(("import ", "from "))]
     assert len(technique) >= len(rest) / 2
 
-
-LONGER = {"15": 275}  # half of it is six ways, in four frameworks
 
 END_OF_SCRIPT = """
 

@@ -77,8 +77,8 @@ BREAKS = {
         "        mine[2] = mine[2] / jax.lax.axis_size('data')\n" + GRADIENT,
     ),
     "jax jit: the inputs alone are divided": (
-        "it, rows, rows, rows)",
-        "it, rows, *[all_of_it] * 2)",
+        "(full, rows, rows, rows)",
+        "(full, rows, full, full)",
     ),
     "jax jit: weights of the step before": ("now, loss = step(now", "_, loss = step(now"),
 }
@@ -132,6 +132,13 @@ def test_what_is_not_installed_is_named_and_left_out():
     assert list(numbers["max_grad_diff"]) == ["pytorch and jax"]
     assert [line.split()[0] for line in lines if "left out" in line] == ["tensorflow", "paddle"]
     json.dumps(numbers)
+
+
+def test_a_batch_has_a_sentence_for_each_worker_and_room_in_memory(capsys):
+    for flags, said in (("--batch-size 1", "from 2"), ("--steps 10000 --batch-size 101", "to 100")):
+        with pytest.raises(SystemExit):
+            proofs.read_flags(LESSON.script, flags.split(), 1, 1)
+        assert said in capsys.readouterr().err
 
 
 def test_one_framework_is_nothing_to_compare(monkeypatch):

@@ -1,14 +1,12 @@
 """What lesson 15 claims: six ways, in four frameworks, make the update of one device.
 
 The script knows nothing of this file. The hooks for PyTorch see nothing of the other frameworks,
-which work in C++, and two frameworks in a process can crash. So the launcher does not
-run the script itself: here each framework has a process, and each worker of Paddle and PyTorch a
-fork of it. Every one of them runs the script's main(), whose six functions are wrapped. What is
-compared with them, the same program on one device, stands here, and no framework judges.
+which work in C++, and two frameworks in a process can crash. So each framework has a process here,
+and each worker of Paddle and PyTorch a fork of it. Every one of them runs the script's main(),
+whose six functions are wrapped. The same program on one device stands here; NumPy compares.
 """
 
 import ast
-import collections
 import contextlib
 import difflib
 import importlib.util
@@ -22,7 +20,9 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,8 +31,9 @@ import numpy as np
 from lockstep import ending
 from lockstep.watch import claims
 
-LIMITS = {"--nproc": (1, 4), "--steps": (1, 10**4), "--batch-size": (1, 10**3)}
+LIMITS = {"--nproc": (1, 4), "--steps": (1, 10**4), "--batch-size": (1, 10**6)}
 LIMITS |= {"--seed": (0, 2**32 - 1)}
+SENTENCES = 10**6  # so many words, in four frameworks, have room in 2 GiB
 WAYS = {"tensorflow towers": "tensorflow_towers", "tensorflow mirrored": "tensorflow_mirrored"}
 WAYS |= {"paddle": "paddle_data_parallel", "pytorch": "pytorch_ddp"}
 WAYS |= {"jax shard_map": "jax_shard_map", "jax jit": "jax_jit"}
@@ -41,9 +42,10 @@ START = "fork" if sys.platform == "linux" else "spawn"
 
 def refuse(args, world_size, ranks_here):
     """Return what is wrong with the flags, or None."""
-    if args.batch_size < args.nproc:
-        return f"argument --batch-size: must be at least --nproc, {args.nproc}"
-    return None
+    least, most = args.nproc, SENTENCES // args.steps
+    if least <= args.batch_size <= most:
+        return None
+    return f"argument --batch-size: must be from {least}, --nproc, to {most} in {args.steps} steps"
 
 
 def examine(args):
@@ -74,8 +76,7 @@ def tensorflow_alone(loss_of, weights, rate):
             loss = loss_of(variables, *batch)
         gradients = tape.gradient(loss, variables)
         for name, variable in variables.items():
-            change = rate * tf.convert_to_tensor(gradients[name])
-            variable.assign_sub(change)
+            variable.assign_sub(rate * tf.convert_to_tensor(gradients[name]))
         return loss
 
     return step, variables
@@ -124,173 +125,46 @@ def jax_alone(loss_of, rate):
     return jax.jit(step)
 
 
-# --- A way, watched: each of these takes a way's function, and returns one that notes in `seen` ---
+# --- A way, watched ---
+# A function that is called watch_... takes the place of `make`, one of the script's six, and notes
+# in `seen` what its steps do; `alone` is the weights after a step of one device.
 
 
-def noted(seen, read, step):
-    """Return a step that notes its loss, and what `read` finds: {name: array} of each worker."""
-
-    def noted_step(*batch):
-        loss = step(*batch)
-        seen["loss"].append(float(loss))
-        seen["weights"] = read()
-        seen.setdefault("after_one", seen["weights"][0])
-        return loss
-
-    return noted_step
+def note(seen, loss, weights):
+    """Note a step's loss, and the weights after it, {name: array} of each worker that is here."""
+    seen["loss"].append(float(loss))
+    seen["weights"] = weights
+    seen.setdefault("after_one", weights[0])
+    return loss
 
 
-def watch_tensorflow(make, seen, args, rank):
-    def watched(loss_of, weights, devices, rate):
-        rows = []
+def watch_tensorflow(make, seen, args, rank, loss_of, weights, devices, rate):
+    def counted(given, inputs, *rest):
+        rows.append(inputs.shape[0])
+        return loss_of(given, inputs, *rest)
 
-        def counted(given, inputs, *rest):
-            rows.append(inputs.shape[0])
-            return loss_of(given, inputs, *rest)
+    def read():  # a mirrored variable has a value for each device
+        every = {name: getattr(v, "values", [v]) for name, v in variables.items()}
+        copies = range(len(every["kernel"]))
+        return [{name: copy[k].numpy() for name, copy in every.items()} for k in copies]
 
-        def read():  # a mirrored variable has a value for each device
-            every = {name: getattr(v, "values", [v]) for name, v in variables.items()}
-            return [
-                {n: v[k].numpy() for n, v in every.items()} for k in range(len(every["kernel"]))
-            ]
+    def watched(*batch):
+        if "bytes" in seen:
+            return note(seen, step(*batch), read())
+        loss, seen["bytes"], busy = record_step(step, batch)
+        seen["rows"] = rows[:busy]
+        return note(seen, loss, read())
 
-        def recorded(*batch):
-            if "bytes" in seen:
-                return step(*batch)
-            loss, seen["bytes"], busy = record_first_step(step, batch)
-            seen["rows"] = rows[:busy]
-            return loss
-
-        if "tensorflow" not in ALONE:
-            one, alone = tensorflow_alone(loss_of, weights, rate)
-            one(*lesson.make_problem(args)[1][0])
-            ALONE["tensorflow"] = {name: v.numpy() for name, v in alone.items()}
-        step, variables = make(counted, weights, devices, rate)
-        return noted(seen, read, recorded), variables
-
-    return watched
+    if "tensorflow" not in ALONE:
+        step, variables = tensorflow_alone(loss_of, weights, rate)
+        step(*lesson.make_problem(args)[1][0])
+        ALONE["tensorflow"] = read()[0]
+    rows = []
+    step, variables = make(counted, weights, devices, rate)
+    return watched, variables
 
 
-def count_updates(sgd, seen):
-    """Let an optimizer's class count the updates that it makes."""
-    update = sgd.step
-
-    def counted_update(*given):
-        seen["updates"][0] += 1
-        return update(*given)
-
-    sgd.step = counted_update
-
-
-def fill(model, values):
-    """Give a model of Paddle or PyTorch these parameters, {name: array}."""
-    for name, w in model.named_parameters():
-        new = values[name]
-        w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
-
-
-def watch_replica(make, seen, args, rank):
-    """Watch Paddle or PyTorch, whose ranks have other weights until those of rank 0 are copied."""
-    alone = {"paddle_data_parallel": paddle_alone, "pytorch_ddp": pytorch_alone}[make.__name__]
-
-    def watched(model, rate):
-        def read():
-            return [{name: np.array(w.detach().numpy()) for name, w in model.named_parameters()}]
-
-        (first,), forward = read(), model.forward
-        alone(model, rate)(*lesson.make_problem(args)[1][0])
-        seen.update(alone=read()[0], rows=[], updates=[0], bytes=None)
-        fill(model, {name: w * (1 + rank) for name, w in first.items()})
-
-        def counted(inputs, *rest):
-            seen["rows"] = [inputs.shape[0]]
-            return forward(inputs, *rest)
-
-        def recorded(*batch):
-            if alone is pytorch_alone and seen["bytes"] is None:
-                loss, seen["bytes"] = bytes_of_collectives(step, batch)
-                return loss
-            return step(*batch)
-
-        model.forward = counted
-        count_updates(importlib.import_module(OPTIMIZERS[alone]).SGD, seen)
-        step = make(model, rate)
-        return noted(seen, read, recorded)
-
-    return watched
-
-
-def compile_step(step, held, seen, mesh, batch):
-    """Compile a step of JAX, for weights that all devices have; note its rows and its bytes."""
-    import jax
-
-    held["now"] = jax.device_put(held["now"], jax.NamedSharding(mesh, jax.P()))
-    compiled = step.lower(held["now"], *batch).compile()
-    seen["bytes"] = bytes_in_hlo(compiled.as_text()) * (mesh.size > 1)
-    places = zip(compiled.input_shardings[0][1:], batch, strict=True)
-    rows = max(place.shard_shape(array.shape)[0] for place, array in places)
-    seen["rows"] = [rows] * mesh.size
-    return compiled
-
-
-def watch_jax(make, seen, args, rank):
-    def watched(loss_of, mesh, rate):
-        import jax
-
-        step, held = make(loss_of, mesh, rate), {}
-
-        def read():  # what each device has
-            shards = {name: w.addressable_shards for name, w in held["now"].items()}
-            every = range(mesh.size)
-            return [{name: np.array(s[k].data) for name, s in shards.items()} for k in every]
-
-        def compiled(*batch):
-            if "step" not in held:
-                held["step"] = compile_step(step, held, seen, mesh, batch)
-            held["now"], loss = held["step"](held["now"], *batch)
-            return loss
-
-        def watched_step(weights, *batch):
-            held["now"] = weights
-            loss = note(*batch)
-            return held["now"], loss
-
-        note = noted(seen, read, compiled)
-        if "jax" not in ALONE:
-            weights, batches = lesson.make_problem(args)
-            ALONE["jax"] = jax.tree.map(np.array, jax_alone(loss_of, rate)(weights, *batches[0])[0])
-        return watched_step
-
-    return watched
-
-
-OPTIMIZERS = {paddle_alone: "paddle.optimizer", pytorch_alone: "torch.optim"}
-IDLE = {"tensorflow": lambda *_: (lambda *_: 0.0, {}), "jax": lambda *_: lambda w, *_: (w, 0.0)}
-ALONE = {}  # {framework: the weights after a step on one device}
-WATCH = {"tensorflow": watch_tensorflow, "paddle": watch_replica, "pytorch": watch_replica}
-WATCH["jax"] = watch_jax
-
-
-def bytes_of_collectives(step, batch):
-    """Make a step of PyTorch; return the loss, and the bytes handed to collectives."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = []
-
-    class Messages(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace == "c10d":
-                leaves = torch.utils._pytree.tree_leaves(args)
-                sizes.extend(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-            return function(*args, **(kwargs or {}))
-
-    with Messages():
-        loss = step(*batch)
-    return loss, sum(sizes) * (torch.distributed.get_world_size() > 1)
-
-
-def record_first_step(step, batch):
+def record_step(step, batch):
     """Make a first step; return the loss, the bytes sent, how many devices multiply matrices.
 
     TensorFlow cuts the graph of a step into one for each device, and puts a node _Send where
@@ -312,6 +186,84 @@ def record_first_step(step, batch):
     return loss, total, sum(any("MatMul" in n.op for n in graph.node) for graph in graphs)
 
 
+def watch_replica(make, seen, args, rank, model, rate):
+    """Watch Paddle or PyTorch, whose ranks have other weights until those of rank 0 are copied."""
+
+    def read():
+        return {name: w.detach().numpy().copy() for name, w in parameters.items()}
+
+    def counted(inputs, *rest):
+        seen["rows"] = [inputs.shape[0]]
+        return forward(inputs, *rest)
+
+    def watched(*batch):
+        if make.__name__ != "pytorch_ddp":
+            return note(seen, step(*batch), [read()])
+        from lockstep.watch.wire import Wire
+
+        with Wire() as wire:
+            loss = step(*batch)
+        seen["bytes"] = sum(nbytes for _, nbytes in wire.calls) * (args.nproc > 1)
+        return note(seen, loss, [read()])
+
+    parameters = {name.rpartition(".")[2]: w for name, w in model.named_parameters()}
+    first, forward = read(), model.forward
+    alone, home = ONE_DEVICE[make.__name__]
+    alone(model, rate)(*lesson.make_problem(args)[1][0])
+    seen.update(alone=read(), updates=[0], bytes=None)
+    for name, w in parameters.items():
+        new = first[name] * (1 + rank)
+        w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
+    model.forward = counted
+    count_updates(importlib.import_module(home).SGD, seen)
+    step = make(model, rate)
+    return watched
+
+
+def count_updates(sgd, seen):
+    """Let an optimizer's class count the updates that it makes."""
+    update = sgd.step
+
+    def counted_update(*given):
+        seen["updates"][0] += 1
+        return update(*given)
+
+    sgd.step = counted_update
+
+
+def watch_jax(make, seen, args, rank, loss_of, mesh, rate):
+    import jax
+
+    def copies(weights):  # what each device has
+        shards = {name: w.addressable_shards for name, w in weights.items()}
+        return [{name: np.array(s[k].data) for name, s in shards.items()} for k in range(mesh.size)]
+
+    def watched(weights, *batch):
+        weights = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
+        if "bytes" not in seen:
+            compiled.append(step.lower(weights, *batch).compile())
+            seen["bytes"] = bytes_in_hlo(compiled[0].as_text()) * (mesh.size > 1)
+            places = zip(compiled[0].input_shardings[0][1:], batch, strict=True)
+            rows = max(place.shard_shape(array.shape)[0] for place, array in places)
+            seen["rows"] = [rows] * mesh.size
+        weights, loss = compiled[0](weights, *batch)
+        return weights, note(seen, loss, copies(weights))
+
+    if "jax" not in ALONE:
+        weights, batches = lesson.make_problem(args)
+        ALONE["jax"] = jax.tree.map(np.array, jax_alone(loss_of, rate)(weights, *batches[0])[0])
+    step, compiled = make(loss_of, mesh, rate), []
+    return watched
+
+
+ALONE = {}  # of frameworks with one process for all workers
+ONE_DEVICE = {"paddle_data_parallel": (paddle_alone, "paddle.optimizer")}
+ONE_DEVICE["pytorch_ddp"] = pytorch_alone, "torch.optim"
+WATCH = {"tensorflow": watch_tensorflow, "paddle": watch_replica, "pytorch": watch_replica}
+WATCH["jax"] = watch_jax
+IDLE = {"tensorflow": lambda *_: (lambda *_: 0.0, {}), "jax": lambda *_: lambda w, *_: (w, 0.0)}
+
+
 def bytes_in_hlo(text):
     """Return how many bytes collectives leave on a device; an all-reduce takes as many."""
     names, total = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", 0
@@ -330,27 +282,31 @@ def ways_of(framework):
 
 
 def end_with_parent():
-    """Let this process end when the one that has started it does, on Linux."""
-    os.environ["LOCKSTEP_PARENT"] = str(multiprocessing.parent_process().pid)
+    """Let this process end when the one that has started it does.
+
+    Elsewhere than on Linux a thread sees to it, but not while C++ code holds Python's lock.
+    """
+    parent = multiprocessing.parent_process()
+    os.environ["LOCKSTEP_PARENT"] = str(parent.pid)
     ending.end_with_parent(signal.SIGKILL)
+    if sys.platform != "linux":
+        threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
 
 
 def train(framework, args, folder, ways, rank=0):
     """Run the script's main() in this process, in some of its ways; leave what was seen."""
-    found, said = {}, io.StringIO()
+    found, said = {way: {"loss": []} for way in ways}, io.StringIO()
     with contextlib.ExitStack() as stack:
         for way in ways_of(framework):
-            if way not in ways:
-                stack.enter_context(patch.object(lesson, WAYS[way], IDLE[framework]))
-                continue
-            found[way], name = {"loss": []}, WAYS[way]
-            watched = WATCH[framework](getattr(lesson, name), found[way], args, rank)
-            stack.enter_context(patch.object(lesson, name, watched))
+            given = getattr(lesson, WAYS[way]), found.get(way), args, rank
+            new = partial(WATCH[framework], *given) if way in ways else IDLE[framework]
+            stack.enter_context(patch.object(lesson, WAYS[way], new))
         stack.enter_context(contextlib.redirect_stdout(said))
         lesson.main(Namespace(**vars(args) | {"framework": framework}))
+    lines = said.getvalue().splitlines()
     for way, seen in found.items():
-        lines = [line for line in said.getvalue().splitlines() if line.startswith(f"{way} ")]
-        seen |= {"said": "\n".join(lines), "alone": ALONE.get(framework, seen.get("alone"))}
+        seen["said"] = "\n".join(line for line in lines if line.startswith(f"{way} "))
+        seen.setdefault("alone", ALONE.get(framework))
     Path(folder, f"{framework}_{rank}").write_bytes(pickle.dumps(found))
 
 
@@ -370,13 +326,11 @@ def be_pytorch_rank(rank, args, folder, ways):
     import torch.distributed as dist
 
     end_with_parent()
-    store = dist.FileStore(str(Path(folder, "meeting_place")), args.nproc)
-    place = {"store": store, "rank": rank, "world_size": args.nproc}
-    join = dist.init_process_group
-    with patch.object(dist, "init_process_group", lambda backend: join(backend, **place)):
+    place = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": args.nproc}
+    join = partial(dist.init_process_group, **place)
+    with patch.object(dist, "init_process_group", join):
         train("pytorch", args, folder, ways, rank)
-    dist.barrier()  # nobody leaves before all are through
-    os._exit(0)  # to take DDP to pieces after its group can block: here nothing is
+    os._exit(0)  # to take torch to pieces costs half a second
 
 
 def train_in(framework, args, folder, ways):
@@ -384,13 +338,12 @@ def train_in(framework, args, folder, ways):
     if framework == "paddle":
         import paddle
 
-        for name in [*os.environ]:  # else spawn starts nothing: we are a part of that other job
-            if name.startswith("PADDLE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
-                del os.environ[name]
+        names = [n for n in os.environ if re.match("PADDLE_|MASTER_(ADDR|PORT)$", n)]
+        for name in names:  # else spawn starts nothing: we are a part of that other job
+            del os.environ[name]
         options = {"nprocs": args.nproc, "backend": "gloo", "start_method": START}
         paddle.distributed.spawn(be_paddle_rank, (args, folder, ways), **options)
     elif framework == "pytorch":
-        import torch
         import torch.distributed.nn
         import torch.multiprocessing as mp
 
@@ -419,6 +372,8 @@ def be_a_framework(framework, args, folder):
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     (own := Path(folder, framework)).mkdir()
     os.environ |= {"TMPDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}  # else TensorFlow takes a GPU
+    if framework == "tensorflow":
+        sys.modules["jax"] = None  # else its converter for phones imports it, too
     try:
         found = train_in(framework, args, str(own), ways_of(framework))
         Path(folder, f"{framework}.found").write_bytes(pickle.dumps(found))
@@ -454,10 +409,12 @@ def in_processes(frameworks, args, folder):
 def judge(found, args):
     """Return the verdict on what was seen of some ways, {way: what was seen}."""
     first, batches = lesson.make_problem(args)
-    pairs, wrong = compare(found, first, batches, args)
+    wrong = [f"{w}: {said}" for w in found for said in wrong_in_way(w, found[w], first, args)]
+    wrong += wrong_in_problem(found, batches, args)
+    pairs, of_pairs = compare(found, first)
     there = [f for f in lesson.TRAIN if any(way.startswith(f) for way in found)]
-    numbers = {"world_size": args.nproc, "backend": "four", "device": "cpu"}
-    numbers |= {"frameworks": there, "missing": [f for f in lesson.TRAIN if f not in there]}
+    numbers = {"world_size": args.nproc, "backend": "four", "device": "cpu", "frameworks": there}
+    numbers["missing"] = [f for f in lesson.TRAIN if f not in there]
     numbers |= {"max_grad_diff": pairs, "weights": sum(w.size for w in first.values())}
     numbers["loss_first"] = {way: seen["loss"][0] for way, seen in found.items()}
     numbers["loss_last"] = {way: seen["loss"][-1] for way, seen in found.items()}
@@ -466,7 +423,7 @@ def judge(found, args):
     numbers["lines_added"] = {way: lines_added(way) for way in found}
     claim = f"{len(there)} frameworks, {len(found)} ways, {args.nproc} workers"
     claim += f": gradients differ by {max(pairs.values()):.1e} at most"
-    return claims.Verdict(claim, wrong, numbers, lines_of(numbers, args))
+    return claims.Verdict(claim, wrong + of_pairs, numbers, lines_of(numbers, args))
 
 
 def difference(one, other):
@@ -524,31 +481,31 @@ def wrong_in_pair(one, other, first):
     return off, claims.broken(rules)
 
 
-def compare(found, first, batches, args):
+def compare(found, first):
     """Return the largest difference of gradients of each pair of frameworks, and what is wrong."""
-    wrong = [f"{w}: {said}" for w in found for said in wrong_in_way(w, found[w], first, args)]
-    start = max(seen["loss"][0] for seen in found.values())
-    learned = max(seen["loss"][-1] for seen in found.values()) < start - 0.5
-    wrong += claims.broken(
-        {
-            "the targets are not the words that follow": not any(
-                (inputs[:, 1:] != targets[:, :-1]).any() for inputs, targets, _ in batches
-            ),
-            f"the first loss, {start:.3g}, is not log {lesson.WORDS}": abs(
-                start - np.log(lesson.WORDS)
-            )
-            < 0.05,
-            "it has not learned": learned or args.steps < 20 or args.batch_size < 32,
-        }
-    )
-    pairs = collections.defaultdict(float)
+    pairs, wrong = {}, []
     for one, other in itertools.combinations(found, 2):
         off, said = wrong_in_pair(found[one], found[other], first)
         wrong += [f"{one} and {other}: {sentence}" for sentence in said]
-        names = one.partition(" ")[0], other.partition(" ")[0]
+        names = [way.partition(" ")[0] for way in (one, other)]
         if names[0] != names[1]:
-            pairs[" and ".join(names)] = max(pairs[" and ".join(names)], off)
-    return dict(pairs), wrong
+            pair = " and ".join(names)
+            pairs[pair] = max(pairs.get(pair, 0.0), off)
+    return pairs, wrong
+
+
+def wrong_in_problem(found, batches, args):
+    """Return what is wrong with the words, or with what was learned of them."""
+    start = max(seen["loss"][0] for seen in found.values())
+    learned = max(seen["loss"][-1] for seen in found.values()) < start - 0.5
+    shifted = all((inputs[:, 1:] == targets[:, :-1]).all() for inputs, targets, _ in batches)
+    uniform = abs(start - np.log(lesson.WORDS)) < 0.05
+    rules = {
+        "the targets are not the words that follow": shifted,
+        f"the first loss, {start:.3g}, is not log {lesson.WORDS}": uniform,
+        "it has not learned": learned or args.steps < 20 or args.batch_size < 32,
+    }
+    return claims.broken(rules)
 
 
 def lines_added(way):
