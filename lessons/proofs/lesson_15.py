@@ -197,7 +197,7 @@ def watch_replica(make, seen, args, rank, model, rate):
         return forward(inputs, *rest)
 
     def watched(*batch):
-        if make.__name__ != "pytorch_ddp":
+        if not in_torch:
             return note(seen, step(*batch), [read()])
         from lockstep.watch.wire import Wire
 
@@ -208,7 +208,8 @@ def watch_replica(make, seen, args, rank, model, rate):
 
     parameters = {name.rpartition(".")[2]: w for name, w in model.named_parameters()}
     first, forward = read(), model.forward
-    alone, home = ONE_DEVICE[make.__name__]
+    in_torch = make.__name__ == "pytorch_ddp"
+    alone, home = (pytorch_alone, "torch.optim") if in_torch else (paddle_alone, "paddle.optimizer")
     alone(model, rate)(*lesson.make_problem(args)[1][0])
     seen.update(alone=read(), updates=[0], bytes=None)
     for name, w in parameters.items():
@@ -257,8 +258,6 @@ def watch_jax(make, seen, args, rank, loss_of, mesh, rate):
 
 
 ALONE = {}  # of frameworks with one process for all workers
-ONE_DEVICE = {"paddle_data_parallel": (paddle_alone, "paddle.optimizer")}
-ONE_DEVICE["pytorch_ddp"] = pytorch_alone, "torch.optim"
 WATCH = {"tensorflow": watch_tensorflow, "paddle": watch_replica, "pytorch": watch_replica}
 WATCH["jax"] = watch_jax
 IDLE = {"tensorflow": lambda *_: (lambda *_: 0.0, {}), "jax": lambda *_: lambda w, *_: (w, 0.0)}
@@ -347,6 +346,7 @@ def train_in(framework, args, folder, ways):
         import torch.distributed.nn
         import torch.multiprocessing as mp
 
+        importlib.import_module("lockstep.watch.wire")  # the forks then have it
         torch.optim.SGD([torch.zeros(1)])  # imports much, which the forks then have
         torch.set_num_threads(1)  # in each of them
         mp.start_processes(be_pytorch_rank, (args, folder, ways), args.nproc, start_method=START)
@@ -465,29 +465,20 @@ def wrong_in_way(way, seen, first, args):
     )
 
 
-def wrong_in_pair(one, other, first):
-    """Return how far the gradients of two ways differ, and a list of sentences."""
-    losses = [np.array(seen["loss"]) for seen in (one, other)]
-    start = abs(losses[0][0] - losses[1][0]) / losses[1][0]
-    grown = float(np.max(abs(losses[0] - losses[1]) / losses[1]))
-    off = difference(gradient_of(one, first), gradient_of(other, first))
-    last = difference(one["weights"][0], other["weights"][0])
-    rules = {
-        f"first losses differ by {start:.2g}": start < 1e-10,
-        f"gradients differ by {off:.2g}": off < 1e-10,
-        f"losses differ by {grown:.2g}": grown < 1e-8,
-        f"last weights differ by {last:.2g}": last < 1e-8,
-    }
-    return off, claims.broken(rules)
-
-
 def compare(found, first):
     """Return the largest difference of gradients of each pair of frameworks, and what is wrong."""
     pairs, wrong = {}, []
-    for one, other in itertools.combinations(found, 2):
-        off, said = wrong_in_pair(found[one], found[other], first)
-        wrong += [f"{one} and {other}: {sentence}" for sentence in said]
-        names = [way.partition(" ")[0] for way in (one, other)]
+    for (way, one), (other, two) in itertools.combinations(found.items(), 2):
+        off = difference(gradient_of(one, first), gradient_of(two, first))
+        apart = float(np.max(abs(np.divide(one["loss"], two["loss"]) - 1)))
+        last = difference(one["weights"][0], two["weights"][0])
+        start = abs(one["loss"][0] / two["loss"][0] - 1)
+        rules = {f"first losses differ by {start:.2g}": start < 1e-10}
+        rules |= {f"gradients differ by {off:.2g}": off < 1e-10}
+        rules |= {f"losses differ by {apart:.2g}": apart < 1e-8}
+        rules |= {f"last weights differ by {last:.2g}": last < 1e-8}
+        wrong += [f"{way} and {other}: {sentence}" for sentence in claims.broken(rules)]
+        names = [name.partition(" ")[0] for name in (way, other)]
         if names[0] != names[1]:
             pair = " and ".join(names)
             pairs[pair] = max(pairs.get(pair, 0.0), off)
