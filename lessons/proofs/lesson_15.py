@@ -197,13 +197,7 @@ def watch_replica(make, seen, args, rank, model, rate):
         return forward(inputs, *rest)
 
     def watched(*batch):
-        if not in_torch:
-            return note(seen, step(*batch), [read()])
-        from lockstep.watch.wire import Wire
-
-        with Wire() as wire:
-            loss = step(*batch)
-        seen["bytes"] = sum(nbytes for _, nbytes in wire.calls) * (args.nproc > 1)
+        loss, seen["bytes"] = step_on_wire(step, batch) if in_torch else (step(*batch), None)
         return note(seen, loss, [read()])
 
     parameters = {name.rpartition(".")[2]: w for name, w in model.named_parameters()}
@@ -211,7 +205,7 @@ def watch_replica(make, seen, args, rank, model, rate):
     in_torch = make.__name__ == "pytorch_ddp"
     alone, home = (pytorch_alone, "torch.optim") if in_torch else (paddle_alone, "paddle.optimizer")
     alone(model, rate)(*lesson.make_problem(args)[1][0])
-    seen.update(alone=read(), updates=[0], bytes=None)
+    seen.update(alone=read(), updates=[0])
     for name, w in parameters.items():
         new = first[name] * (1 + rank)
         w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
@@ -219,6 +213,17 @@ def watch_replica(make, seen, args, rank, model, rate):
     count_updates(importlib.import_module(home).SGD, seen)
     step = make(model, rate)
     return watched
+
+
+def step_on_wire(step, batch):
+    """Make a step of PyTorch; return the loss, and the bytes handed to collectives."""
+    import torch
+    from lockstep.watch.wire import Wire
+
+    with Wire() as wire:
+        loss = step(*batch)
+    sent = sum(nbytes for _, nbytes in wire.calls)
+    return loss, sent * (torch.distributed.get_world_size() > 1)
 
 
 def count_updates(sgd, seen):
