@@ -7,111 +7,87 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import idle_runs
 import lesson_11_how_fast as lesson
 import pytest
 import torch
-from breaks import check_breaks
+from breaks import as_module, check_breaks, verdicts_of_proof
 from conftest import run_lesson, run_warm
+from lockstep import lessons, proofs
+from lockstep.watch import clock
 
+LESSON = lessons.find("11")
+SOURCE = LESSON.script.read_text()
+proof = proofs.of_lesson(LESSON)
 SMALL, LARGE = lesson.SHAPES
 GRADIENT = {SMALL: 8 * 100 * (16 * 16 + 16), LARGE: 8 * 4 * (512 * 512 + 512)}
 
 WARM = "            work()  # not counted: memory, connections, the fastest kernel\n"
 READY = "            dist.barrier()\n"
 CLOCK = "            wall, processor = time.perf_counter(), time.process_time()\n"
-GATHERED = "    dist.all_gather_object(everyone, value)\n"
-ZERO_SPEAKS = "    everyone[0] = value\n    dist.broadcast_object_list(everyone, 0)\n"
-SLOWEST = "max(seconds for seconds, _ in ranks)"
 TURNS = "    for {}:\n        for {}:\n"
 ROUND, WORK = "_ in range(rounds)", "name, work in works.items()"
-OFF = 'off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])'
-DDP = "model, weight = DistributedDataParallel(model), self.n * weight"
-VIEWS = "Parallel(model, gradient_as_bucket_view=True)"
-MODEL, SEARCHES = "Parallel(model)", "Parallel(model, find_unused_parameters=True)"
-FITTED = "fitted = [t for t in times if t[0] in fewer and t[1] in SIZES[::2]]"
-COPY = "            theirs.data.copy_(ours.data)\n"
-THREADS = '        threads = self.threads * (self.n if name == "more threads" else 1)\n'
-HALF = '        batch = [part[::2] for part in batch] if name == "silent" else batch\n'
+DDP, SILENT = "DistributedDataParallel(inner[1])", "partial(backward, silent, *share, mean, threads)"
+THREADS = "    torch.set_num_threads(threads)\n"
+SUM = "partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group)"
 
-WRAPPED = "model = DistributedDataParallel(model, process_group=self.alone)"
-WRAPPER = 'parts["wrapper"] = median["wrapped"] - median["silent"]'
-WAITING = 'parts["waiting"] = median["silent"] - parts["computing"]'
-
-SWAPPED = f"{WAITING[:19]}{WRAPPER[19:]}\n    {WRAPPER[:19]}{WAITING[19:]}"
-
-BREAKS = {
+PLAYED = {  # what no run shows
     "warm only once": (WARM, WARM.replace("work()", "not mine[name] and work()")),
     "nobody waits for the others": (READY + CLOCK, CLOCK),
     "the next turn begins early": ("dist.barrier()  # nobody", "pass  # nobody"),
     "waiting for others is counted": (READY + CLOCK, CLOCK + READY),
     "the GPU is not waited for": ("wait_for_gpu()\n            spent", "spent"),
     "the clock for the processor": ("time.process_time() - pro", "time.perf_counter() - pro"),
-    "rank 0's clock for all": (SLOWEST, "ranks[0][0]"),
+    "rank 0's clock for all": ("max(seconds for seconds, _ in ranks)", "ranks[0][0]"),
     "not in turns": (TURNS.format(ROUND, WORK), TURNS.format(WORK, ROUND)),
-    "sending without waiting": ("(tensor, group=group)", "(tensor, group=group, async_op=True)"),
-    "bytes counted on one rank": ("counts.exists() else", "dist.get_rank() == 0 else"),
-    "rank 0 speaks for all": (GATHERED, ZERO_SPEAKS + "    everyone[1:] = everyone[:1]\n"),
-    "half is sent": ("torch.zeros(size // 4, device", "torch.zeros(size // 8, device"),
+    "each rank keeps its own times": ("theirs[name] for theirs", "mine[name] for theirs"),
     "too low is not wrong": ("[max(ratio, 1 / ratio) for ratio in ratios]", "ratios"),
-    "no number of ranks is unseen": ("if n < most} or {most}", "} | {most}", (3,)),
+    "no number of ranks is unseen": ("if n < most} or {most}", "} | {most}"),
     "n - 1 messages": ("return 2 * (n - 1), 2", "return n - 1, 2"),
     "all bytes to each": ("2 * (n - 1) / n * size", "2 * (n - 1) * size"),
-    "fitted to what it is tested on": (FITTED, "fitted = times[:-1]"),
+    "fitted to what it is tested on": ("fitted = [t for t in times if t[0] in fewer and t[1] in SIZES[::2]]", "fitted = times[:-1]"),
+    "tested on all": ("[t for t in times if t not in fitted]", "times"),
     "a price below 0": (" if (link >= 0).all()]", "]"),
-    "absolute errors": ("weights = 1 / seconds", "weights = torch.ones_like(seconds)"),
-    "the wrapper is the bare model": (WRAPPED, "pass"),
-    "wrapper and waiting are swapped": (f"{WAITING}\n    {WRAPPER}", SWAPPED),
-    "sending is timed once": ("take_turns(works, rounds) if", "take_turns(works, 1) if"),
-    "the fastest is the median": ("return median, low, h", "return min(values), low, h"),
-    "the model is never off": (OFF, "off = 1.0"),
-    "rank 0's clock for sending": ("(slowest(rounds))", "([r[0][0] for r in rounds])"),
-    "nobody else is ever at work": ("return max(0.0, busy -", "return 0 * max(0.0, busy -"),
-    "a link that costs nothing": ("buckets, link, n))", "buckets, [0.0, 0.0], n))"),
-    "other work is not noticed": ("return share, signs", "return share, []"),
-    "no error where fitted": (
-        "[factors(link, part) for part in (fitted, tested)]",
-        "[[1.0, 1.0], factors(link, tested)]",
-    ),
-    "a prediction without sending": ('median["wrapped"], sending)', 'median["wrapped"], 0)'),
-    "the limit is one process": (
-        'statistics.median(row["ms"]["silent"])',
-        'statistics.median(row["ms"]["one process"])',
-    ),
-    "more threads are one": ('(self.n if name == "more threads" else 1)', "1"),
-    "all compute the same rows": (
-        "tensor_split(self.n)[self.rank]",
-        "tensor_split(self.n)[0]",
-        (3,),
-    ),
-    "gradients are not sent": (DDP, DDP + "\n            model.require_backward_grad_sync = False"),
-    "the limit is half the work": (THREADS, HALF + THREADS),
-    "the wrapper sends": ("process_group=self.alone", "process_group=None"),
-    "DDP looks for unused parameters": (DDP, DDP.replace(MODEL, SEARCHES)),
-    "DDP copies nothing": (DDP, DDP.replace(MODEL, VIEWS)),
-    "the slow peaks are the fast": ("n, size, _, slow, *_ in", "n, size, slow, *_ in"),
-    "peaks without logarithms": ("dtype=torch.float64).log()", "dtype=torch.float64)"),
-    "one big bucket": (DDP, DDP.replace(MODEL, "Parallel(model, bucket_cap_mb=25)")),
-    "idle processors are busy": ("system, _, _, *int", "system, *int"),
-    "stolen time is nobody's": ("read_text().split()[1:9]", "read_text().split()[1:8]"),
-    "the calmest model counts": ("    if max(spreads) > SPREAD", "    if min(spreads) > SPREAD"),
-    "the best share counts": ("statistics.fmean(shares)", "max(shares)"),
-    "one round is enough": ("if min(map(len, silent)) < E", "if max(map(len, silent)) < 0 * E"),
-    "each latency has one peak": ("if inside(cut) >= inside(0) / 5:", "if True:"),
-    "each latency has two peaks": ("inside(cut) >= inside(0) / 5:", "inside(cut) >= inside(0):"),
-    "peaks are means": ("(statistics.median(group)", "(statistics.fmean(group)"),
-    "the cut is in the middle": ("key=inside, default=0)", "key=lambda c: -c, default=0)"),
-    "parameters are not copied": (COPY, ""),
-    "gradients are not added": ("            ours.grad += theirs.grad\n", ""),
+    "absolute errors": ("costs / seconds, seconds / seconds", "costs, seconds"),
+    "the best error is the worst": ("max(wrong)]", "min(wrong)]"),
+    "all overlaps in both": ("alone / (share + sending)", "alone / max(share, sending)"),
+    "parameters are not copied": ("theirs.data.copy_(ours.data)", "pass"),
+    "gradients are not added": ("ours.grad += theirs.grad", "pass"),
+    "each replica has a mean of its own": ("1 / targets.numel(), threads", "n / targets.numel(), threads"),
 }
+BREAKS = PLAYED | {
+    "sending without waiting": (SUM, SUM.replace("group=group", "group=group, async_op=True")),
+    "half is sent": ("torch.zeros(size // 4, device", "torch.zeros(size // 8, device"),
+    "all send for each number of ranks": ("group=group)", "group=None)", (3,)),
+    "the fastest is the median": ("name: statistics.median(", "name: min("),
+    "the first round counts": ("turns[1:] for", "turns for"),
+    "sending is timed as seldom": ("time_sums(4 * args.steps", "time_sums(args.steps"),
+    "the speed-up is upside down": ("medians[\"one process\"] / sec", "seconds / medians[\"one process\"] / sec"),
+    "the wrapper is the bare model": ("backward, wrapped, *", "backward, inner[0], *"),
+    "more threads are one": ("n * threads)", "threads)"),
+    "all compute the same rows": ("tensor_split(n)[rank]", "tensor_split(n)[0]", (3,)),
+    "gradients are not sent": (DDP, DDP + "\n    ddp.require_backward_grad_sync = False"),
+    "the limit is half the work": (SILENT, SILENT.replace("*share", "*(s[::2] for s in share)")),
+    "the limit sends": (SILENT, SILENT.replace("silent", "ddp")),
+    "the wrapper sends": ("process_group=alone", "process_group=None"),
+    "DDP's mean is taken for the sum": ("n * mean", "mean"),
+    "DDP looks for unused parameters": (DDP, DDP.replace("1]", "1], find_unused_parameters=True")),
+    "DDP copies nothing": (DDP, DDP.replace("1]", "1], gradient_as_bucket_view=True")),
+    "one big bucket": (DDP, DDP.replace("1]", "1], bucket_cap_mb=25")),
+    "each rank has its own seed": ("manual_seed(seed)", "manual_seed(seed + int(dist.is_initialized() and dist.get_rank()))"),
+    "every rank tells": ("print if rank == 0 else lambda line: None", "print"),
+    "the threads of before": (THREADS, ""),
+}
+FLAGS = ("--steps", 1, "--batch-size", 16)
 
 
 @pytest.mark.claim("A3", "A6", "E6")
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
     """On 3 ranks 16 rows are shared as 6, 5 and 5."""
-    check_breaks(11, BREAKS, nproc, "--steps", 1, "--batch-size", 16)
+    check_breaks(11, BREAKS, nproc, *FLAGS)
 
 
 # --- The whole script ---

@@ -1,0 +1,458 @@
+"""What lesson 11 claims: gradients, bytes, clock and test are right, and what follows from times.
+
+The script knows nothing of this file; see lesson_02.py. A watched step would take longer, and to
+measure again would give other times. So the ranks are watched while they warm up, and left alone
+while their clock runs; both readings of it are told (clock.py). Whether the clock starts and stops
+where it should, no run shows: take_turns is played with a clock that is made up. So are the cost
+model with links, and DataParallel with an update before it, whose right results are known.
+"""
+
+import copy
+import math
+import os
+import statistics
+import time
+from itertools import chain, product
+from unittest.mock import patch
+
+import lesson_11_how_fast as lesson
+import torch
+import torch.distributed as dist
+from lockstep.watch import claims, facts
+from torch.nn.functional import mse_loss
+
+KEEP_VALUES, TIMES = 1, True
+LIMITS = {"--steps": (1, 10**6), "--batch-size": (1, 10**6), "--seed": (0, 2**32 - 1)}
+WAYS = ("one process", "more threads", "DataParallel", "silent", "wrapped", "DDP")
+BY_ALL = WAYS[3:]  # all ranks do these; the others are done by rank 0 alone
+IDLE = 0.95  # of the processor time that ranks get on an idle machine: less is disturbed
+OTHERS = 0.1  # cores that other programs keep busy: more is disturbed
+SPREAD = 0.15  # between the quartiles of what the ranks compute alone: more is disturbed
+DOUBLE = torch.float64
+ENOUGH = 5  # rounds; from fewer nothing is concluded
+
+
+def refuse(args, world_size, ranks_here):
+    """Return why these flags can't work on so many ranks, or None."""
+    return None
+
+
+def ways_of(shape):
+    """Return the ways to compute the gradient of this model."""
+    return [name for name in WAYS if name != "more threads" or lesson.SHAPES[shape][0] < 100]
+
+
+def judge(job, args, started, launcher):
+    """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
+    claim, numbers = "gradients, bytes, clock and test are right", {"world_size": started}
+    wrong = [*filter(None, [claims.wrong_in_group(job, started), wrong_in_plays()])]
+    timed = None if wrong else turns_of(job, args, started)
+    if timed is None:
+        wrong = wrong or ["not each turn is timed, or others are"]
+        return claims.Verdict(claim, wrong, numbers, [])
+    numbers["backend"] = job[0].group["backend"]
+    numbers["device"] = "cuda" if numbers["backend"] == "nccl" else "cpu"
+    wrong = measured(numbers, timed, args, job)
+    lines = report(numbers)
+    if wrong:
+        return claims.Verdict(claim, list(dict.fromkeys(wrong))[:5], numbers, lines)
+    claim = f"{what_is_right(numbers)}; {conclude_on_speed(numbers)}"
+    return claims.Verdict(claim, [], numbers, lines)
+
+
+def measured(numbers, timed, args, job):
+    """Add what was measured to the numbers; return what is wrong with it: a list of sentences."""
+    n, shapes = numbers["world_size"], lesson.SHAPES
+    sums = [(*key, rounds) for key, rounds in timed.items() if key[0] not in shapes]
+    sums = [(*place, lesson.slowest(map(both, rounds))) for *place, rounds in sums]
+    points = [[*place, *peaks(times), len(times)] for *place, times in sums]
+    fast, slow = (fit([[*p[:2], p[place]] for p in points]) for place in (2, 3))
+    numbers |= {"all_reduce": points, "link": fast[0], "errors": fast[1], "slow_link": slow[0]}
+    numbers |= {"turns": [], "rows": []}
+    for shape in shapes:
+        numbers["turns"] += seen_in(shape, {way: timed[shape, way] for way in ways_of(shape)}, args)
+        times = {way: [both(ranks) for ranks in timed[shape, way][1:]] for way in ways_of(shape)}
+        buckets = numbers["turns"][-1]["buckets"]
+        numbers["rows"].append(summarize(shape, times, buckets, fast[0], n))
+    ((threads, _),) = numbers["turns"][-1]["seen"][-1]
+    told = [[event["then"] for event in rank.of("timed")] for rank in job.values()]
+    numbers["others"] = cores_of_others([own[0] for own in told], [own[-1] for own in told])
+    silent = [[both(ranks) for ranks in timed[shape, "silent"][1:]] for shape in shapes]
+    shares = signs_of_other_work(silent, numbers["others"], n * threads)
+    numbers["processor"], numbers["signs"] = shares
+    on_cpu = numbers["device"] == "cpu"
+    wrong = wrong_in_sending(timed, on_cpu)
+    wrong += chain(*(wrong_in_turn(turn, args, threads, on_cpu) for turn in numbers["turns"]))
+    return [*wrong, *filter(None, [claims.wrong_in_words(job, words(numbers, sums, threads))])]
+
+
+# --- What the ranks did ---
+
+
+def turns_of(job, args, n):
+    """Return {what is timed: rounds of [(timed, warm) of each rank]}; None if it is not all of it.
+
+    What is timed: (ranks, bytes) of an all-reduce, or (shape, way).
+    """
+    workers = sorted({k for k in (2, 4, 8, 16, 32, n) if 1 < k <= n})
+    order = [*product(workers, lesson.SIZES)] * 4 * args.steps
+    for shape in lesson.SHAPES:
+        order += [(shape, name) for name in ways_of(shape)] * (args.steps + 1)
+    of_ranks = [[] for _ in job]
+    for turns, rank in zip(of_ranks, job.values(), strict=True):
+        warm = None
+        for event in rank.events:
+            if event["what"] == "timed":
+                turns.append((event, warm))
+            warm = event if event["what"] == "warm" else None
+    if any(len(turns) != len(order) for turns in of_ranks):
+        return None
+    timed = {key: [] for key in order}
+    for key, *ranks in zip(order, *of_ranks, strict=True):
+        timed[key].append(ranks)
+    return timed
+
+
+def both(ranks):
+    """Return (seconds, processor seconds) of each rank in a round."""
+    return [(turn["seconds"], turn["processor"]) for turn, _ in ranks]
+
+
+def seen_in(shape, timed, args):
+    """Return what each rank did with a model: a dictionary for each rank and way."""
+    model, rows, targets = lesson.make_problem(shape, args.batch_size, args.seed, "cpu")
+    mse_loss(model(rows), targets).backward()
+    right = torch.tensor([facts.projection(p.grad) for p in model.parameters()], dtype=DOUBLE)
+    length, n = math.hypot(*(facts.norm(p.grad) for p in model.parameters())), len(timed["DDP"][0])
+    found, nothing = [], {"models": [], "calls": [], "written": 0}
+    for rank, name in product(range(n), timed):
+        warm = [ranks[rank][1] or nothing for ranks in timed[name]]
+        mine = [[model["gradient"]] for model in warm[-1]["models"]]
+        if name in BY_ALL[:2]:  # each rank has the part of its rows
+            everyone = [one for _, seen in timed[name][-1] for one in (seen or nothing)["models"]]
+            mine = [[model["gradient"] for model in everyone]]
+        sums = [torch.tensor(each, dtype=DOUBLE).sum(0) for each in mine]
+        off = [((each - right).norm() / length).item() for each in sums]
+        turn = {"shape": shape, "workers": n, "variant": name, "rank": rank}
+        turn["difference"] = min(off, default=0.0)  # DataParallel: in one of its replicas
+        turn["seen"] = [sorted((m["threads"], m["rows"]) for m in seen["models"]) for seen in warm]
+        turn |= {"written": warm[-1]["written"], "buckets": [call[1] for call in warm[-1]["calls"]]}
+        turn["settings"] = [*chain(*(model["settings"] for model in warm[-1]["models"]))]
+        found.append(turn | {"seconds": [ranks[rank][0]["seconds"] for ranks in timed[name][1:]]})
+    return found
+
+
+def wrong_in_turn(turn, args, threads, on_cpu):
+    """Return what is wrong with the gradient, the rows, the threads and the bytes of a turn."""
+    n, name, rank = (turn[key] for key in ("workers", "variant", "rank"))
+    parts = [len(part) for part in torch.arange(args.batch_size).tensor_split(n)]
+    wanted = {name: [(threads, parts[rank])] for name in BY_ALL}
+    if rank == 0:
+        wanted["one process"] = [(threads, args.batch_size)]
+        wanted["more threads"] = [(threads * n, args.batch_size)]
+        wanted["DataParallel"] = sorted((threads, rows) for rows in parts)
+    layers, width = lesson.SHAPES[turn["shape"]]
+    size = 8 * layers * width * (width + 1)
+    buckets = [size] if size < 2**20 else [size // layers, size - size // layers]  # 1 MiB is full
+    sent = lesson.all_reduce_cost(n, size)[1] if name == "DDP" else 0
+    most = sent * (1 + max(0.02, 0.0025 * n))  # gloo's own words about each message
+    counted = turn["written"] is None or sent <= turn["written"] <= most
+    rules = {
+        f"a gradient is off by {turn['difference']:.2g}": turn["difference"] < 1e-10,
+        f"{turn['written']} bytes are written, not {sent:.0f}": counted or not on_cpu,
+        "other rows or compute threads": all(s == wanted.get(name, []) for s in turn["seen"]),
+        "DDP's buckets are others": turn["buckets"] == (buckets if name in BY_ALL[1:] else []),
+        f"DDP has {turn['settings']}": not turn["settings"],
+    }
+    return [f"{name}, rank {rank}: {sentence}" for sentence in claims.broken(rules)]
+
+
+def wrong_in_sending(timed, on_cpu):
+    """Return what is wrong with the all-reduces of a last round: calls, and bytes by rank.
+
+    gloo cuts what a step of the ring sends into two segments at least, of 1 MiB at most; each is
+    three writes, with 48 bytes of gloo's own.
+    """
+    for (n, size), rounds in timed.items():
+        for rank, (_, seen) in enumerate(rounds[-1] if n not in lesson.SHAPES else ()):
+            calls = [["all_reduce", size, True]] if rank < n else []  # it waits for the sum
+            if (seen["calls"] if seen else []) != calls:
+                return [f"rank {rank} of {n} sends {seen and seen['calls']}, and not {calls}"]
+            steps, sent = lesson.all_reduce_cost(n, size) if rank < n else (0, 0)
+            sent += 3 * 48 * steps * max(2, math.ceil(size / n / 2**20))
+            written = seen["written"] if seen and on_cpu else None
+            if written is not None and abs(written - sent) > 48:
+                return [f"rank {rank} of {n} writes {written} bytes of {size}, not {sent:.0f}"]
+    return []
+
+
+def words(numbers, sums, threads):
+    """Return what rank 0 should have told, by the times that were seen."""
+    where = f"over {numbers['backend']} on {numbers['device']}"
+    lines = [f"{numbers['world_size']} ranks {where}, {threads} compute thread(s) each"]
+    if sums:
+        link, errors = lesson.fit_and_test([(*p, statistics.median(times)) for *p, times in sums])
+        us, per_gb = 1e6 * link[0], 1e9 * link[1]
+        lines.append(f"all-reduce: {us:.3g} us per message, {per_gb:.3g} s per GB")
+        most = [error[1] for error in errors]
+        lines.append("wrong by a factor of {:.2g} where fitted, {:.2g} elsewhere".format(*most))
+    for row in numbers["rows"]:
+        for name, gain in row["speedup"].items():
+            ms = statistics.median(row["ms"][name])
+            lines.append(f"{row['shape']}, {name}: {ms:.3g} ms, speed-up {gain:.3g}")
+    return lines
+
+
+# --- What a run does not show ---
+
+
+class MadeUpClock:
+    """Time for take_turns: of two calls in a row the first takes 50 s, the second one second.
+
+    Then the GPU works for another 0.25 s. The other rank needs a second more in each turn, and
+    comes 1000 s late to each barrier.
+    """
+
+    def __init__(self):
+        self.wall, self.processor, self.left, self.log = 0.0, 0.0, 0.0, []
+
+    def work(self, name):
+        warm = [word for word in self.log if word != "barrier"][-1:] == [name]
+        self.wall, self.processor = self.wall + (1 if warm else 50), self.processor + 0.5
+        self.left += 0.25
+        self.log.append(name)
+
+    def barrier(self):
+        self.wall += 1000
+        self.log.append("barrier")
+
+    def synchronize(self):
+        self.wall, self.left = self.wall + self.left, 0.0
+
+    def gather(self, everyone, mine):
+        late = {name: [(wall + 1, used) for wall, used in turns] for name, turns in mine.items()}
+        everyone[:] = [mine, late]
+
+
+def wrong_in_clock():
+    """Return what is wrong with take_turns, by a clock that is made up: a list of sentences."""
+    clock = MadeUpClock()
+    cuda = {"is_initialized": lambda: True, "synchronize": clock.synchronize}
+    group = {"barrier": clock.barrier, "get_world_size": lambda: 2}
+    clocks = {"perf_counter": lambda: clock.wall, "process_time": lambda: clock.processor}
+    with (
+        patch.multiple(time, **clocks),
+        patch.multiple(torch.cuda, **cuda),
+        patch.multiple(dist, all_gather_object=clock.gather, **group),
+    ):
+        works = {name: lambda name=name: clock.work(name) for name in "ab"}
+        times = lesson.take_turns(works, 3)
+    right = ((1.25, 0.5), (2.25, 0.5))
+    turns = [word for name in "ab" for word in (name, "barrier") * 2] * 3
+    rules = {
+        f"the clock says {times['a'][0]}, not {right}": times == dict.fromkeys("ab", [right] * 3),
+        f"the turns are {clock.log[:8]}, not {turns[:8]}": clock.log == turns,
+        "a step is over before its slowest rank": lesson.slowest([right] * 3) == [2.25] * 3,
+    }
+    return claims.broken(rules)
+
+
+def wrong_in_model():
+    """Return what is wrong with the formulas: a list of sentences."""
+    cost, predict, fit = lesson.all_reduce_cost, lesson.predict_all_reduce, lesson.fit_link
+    links = [(5e-5, 1e-9), (0.0, 2e-9), (1e-3, 0.0)]
+    points = [*product((2, 3), lesson.SIZES)]
+    found = [fit([(*point, predict(link, *point)) for point in points]) for link in links]
+    wrong = (torch.tensor(found) - torch.tensor(links)).abs().amax(0)  # per message, per byte
+    halves = [(2, 8, 1e-3), (2, 8, 4e-3)]  # in seconds the fit would predict 2.5e-3
+    falling = fit([(2, size, 1e-3 - 1e-11 * size) for size in lesson.SIZES])
+    ring = all(ring_by_hand(n) == cost(n, 8 * n) for n in range(1, 9))
+    rules = {
+        "messages or bytes are not those of a ring": ring,
+        f"of the links {links}, the fit finds {found}": (wrong < torch.tensor((1e-9, 1e-15))).all(),
+        "the errors of the fit are not relative": math.isclose(
+            predict(fit(halves), 2, 8), 0.02 / 17
+        ),
+        "a price is below 0": min(falling) == 0 < max(falling),
+        "4 workers do not gain 2.67, or 4": lesson.predict_speedup(8, 2, 1) == (8 / 3, 4),
+    }
+    return claims.broken(rules)
+
+
+def ring_by_hand(n):
+    """Return (messages, bytes) that a rank of a ring sends until all have a sum of n numbers."""
+    has = [[{rank} for _ in range(n)] for rank in range(n)]  # of each number: who is in it
+    messages = 0
+    while any(part != set(range(n)) for chunks in has for part in chunks):
+        moving = [(rank, (rank - messages) % n) for rank in range(n)]
+        moving = [(rank, chunk, set(has[rank][chunk])) for rank, chunk in moving]
+        for rank, chunk, part in moving:
+            has[(rank + 1) % n][chunk] |= part
+        messages += 1
+    return messages, 8.0 * messages
+
+
+def wrong_in_test(workers):
+    """Return what is wrong with the test of the model, on times for so many workers."""
+    times = [
+        (n, size, (1.3, 0.5)[place % 2] * 1e-3 * n)
+        for place, (n, size) in enumerate(product(workers, lesson.SIZES))
+    ]
+    used, fit = [], lesson.fit_link
+    with patch.object(lesson, "fit_link", lambda part: used.extend(part) or fit(part)):
+        link, errors = lesson.fit_and_test(times)
+    unseen = [point for point in times if point not in used]
+    all_seen = len(workers) > 1 and max(workers) in {n for n, *_ in used}
+    rules = {
+        "the model is tested on what it was fitted to": len(unseen) > 2 and not all_seen,
+        "the errors of the model are others": near(
+            chain(*errors), chain(factors(link, used), factors(link, unseen))
+        ),
+    }
+    return claims.broken(rules)
+
+
+def factors(link, times):
+    """Return by which factor the model is wrong: the median, and the worst."""
+    found = [lesson.predict_all_reduce(link, n, size) / seconds for n, size, seconds in times]
+    found = [math.exp(abs(math.log(ratio))) for ratio in found]
+    return statistics.median(found), max(found)
+
+
+def near(found, wanted):
+    """Return whether two collections have nearly the same numbers."""
+    return all(math.isclose(ours, right) for ours, right in zip(found, wanted, strict=True))
+
+
+def wrong_in_copies():
+    """Three replicas of a master that was updated have its parameters, and it their gradients."""
+    model, rows, targets = lesson.make_problem("many small layers", 7, 0, "cpu")
+    with claims.one_thread():
+        alone, work = copy.deepcopy(model), lesson.data_parallel(model, rows, targets, 3)
+    for parameter in chain(model.parameters(), alone.parameters()):
+        parameter.data.mul_(1.01)  # like an update
+    work()
+    mse_loss(alone(rows), targets).backward()
+    off = claims.off(*(claims.numbers_of(each, lambda p: p.grad) for each in (model, alone)))
+    return [] if off < 1e-12 else [f"DataParallel: a gradient is off by {off:.2g}"]
+
+
+def wrong_in_plays():
+    """Return what is wrong with what a run does not show, in one sentence, or None."""
+    wrong = wrong_in_clock() + wrong_in_model()
+    wrong = wrong or wrong_in_test((2,)) + wrong_in_test((2, 3, 4)) + wrong_in_copies()
+    return "; ".join(wrong) or None
+
+
+# --- What follows from the times ---
+
+
+def peaks(seconds):
+    """Return (fast, slow, share of the slow): medians of two groups; of one group, twice the same.
+
+    The cut leaves the least variance of logarithms inside the groups. If that is more than a fifth
+    of all, there is one group: a rectangle would keep a quarter, a bell curve more than a third.
+    """
+    times, inside = sorted(seconds), {}
+    logs = torch.tensor(times, dtype=torch.float64).log()
+    fewest = max(3, len(times) // 10)  # of a group
+    for cut in (0, *range(fewest, len(times) - fewest + 1)):
+        parts = logs.tensor_split([cut])
+        inside[cut] = sum((part - part.mean()).square().sum() for part in parts)
+    cut = min(inside, key=inside.get)
+    if inside[cut] >= inside[0] / 5:
+        return statistics.median(times), statistics.median(times), 0.0
+    return statistics.median(times[:cut]), statistics.median(times[cut:]), 1 - cut / len(times)
+
+
+def fit(points):
+    """Return the link and the errors of fit_and_test; of one rank, there are none."""
+    return lesson.fit_and_test(points) if points else ([0.0, 0.0], [])
+
+
+def summarize(shape, timed, buckets, link, n):
+    """Return what follows from the times of one model: speed-ups, parts of a step, a prediction.
+
+    `timed`: {way: rounds of ((seconds, processor seconds) of each rank)}.
+    """
+    ms = {way: [1e3 * seconds for seconds in lesson.slowest(turns)] for way, turns in timed.items()}
+    median = {way: statistics.median(times) for way, times in ms.items()}
+    used = {way: sum(used for ranks in turns for _, used in ranks) for way, turns in timed.items()}
+    means = [1e3 * statistics.fmean(s for s, _ in ranks) for ranks in timed["silent"]]
+    parts = {"computing": statistics.median(means)}  # with the waiting for the slowest, the limit
+    parts["waiting"] = median["silent"] - parts["computing"]
+    parts["wrapper"] = median["wrapped"] - median["silent"]
+    parts["sending"] = median["DDP"] - median["wrapped"]  # with all waiting that it causes
+    speedup = {way: median["one process"] / each for way, each in median.items()}
+    sending = sum(1e3 * lesson.predict_all_reduce(link, n, size) for size in buckets)
+    guess = lesson.predict_speedup(median["one process"], median["wrapped"], sending)
+    off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])
+    row = {"shape": shape, "workers": n, "bytes": sum(buckets), "buckets": buckets, "ms": ms}
+    row |= {"busy": {way: 1e3 * used[way] / sum(ms[way]) for way in ms}, "parts": parts}
+    return row | {"speedup": speedup, "predicted": guess if n > 1 else None, "off": off}
+
+
+def cores_of_others(begin, end):
+    """Return how many cores other programs kept busy meanwhile, by what clock.processors told."""
+    busy = end[0][1] - begin[0][1]
+    own = sum(after[2] - before[2] for before, after in zip(begin, end, strict=True))
+    return max(0.0, busy - own) / (end[0][0] - begin[0][0])
+
+
+def signs_of_other_work(silent, others, ranks):
+    """Return (share of the processor that the ranks got, why nothing may be said about speed).
+
+    A rank that computes and sends nothing never sleeps: what it lacks, other work has had, or a
+    limit on this process has taken away. Of several compute threads it is enough that one is busy.
+    `others`: how many cores other programs kept busy meanwhile. `ranks`: how many cores we want.
+    """
+    may_use = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    shares = [min(1, used / seconds) for rounds in silent for r in rounds for seconds, used in r]
+    share = min(1, statistics.fmean(shares) / min(1, may_use / ranks))
+    quartiles = [statistics.quantiles(lesson.slowest(rounds) * 2) for rounds in silent]
+    spread = max((high - low) / median for low, median, high in quartiles)
+    fewest = min(map(len, silent))
+    signs = {
+        f"DISTURBED, the ranks got {share:.0%} of their processor time": share >= IDLE,
+        f"DISTURBED, other programs kept {others:.1f} cores busy": others <= OTHERS
+        or others + ranks <= os.cpu_count(),
+        f"DISTURBED, quartiles of their computing are {spread:.0%} apart": spread <= SPREAD,
+        f"{fewest} round(s) are too few": fewest >= ENOUGH,
+    }
+    return share, claims.broken(signs)
+
+
+def report(numbers):
+    """Return the lines that tell what was measured; of disturbed times, each says so."""
+    lines = []
+    for row in numbers["rows"]:
+        parts = " + ".join(f"{name} {ms:.3g}" for name, ms in row["parts"].items())
+        lines.append(f"{row['shape']}, DDP's step: {parts} ms")
+        busy = ", ".join(f"{way} {busy:.2f}" for way, busy in row["busy"].items())
+        lines.append(f"{row['shape']}, processors busy: {busy}")
+    for kind, link in zip(("fast", "slow"), ("link", "slow_link"), strict=True):
+        us, per_gb = 1e6 * numbers[link][0], 1e9 * numbers[link][1]
+        lines.append(f"all-reduce, {kind} times: {us:.3g} us per message, {per_gb:.3g} s per GB")
+    return ["disturbed: " * ("DISTURBED" in str(numbers["signs"])) + line for line in lines]
+
+
+def conclude_on_speed(numbers):
+    """Return what may be said about speed: nothing, if the times were disturbed."""
+    if numbers["signs"]:
+        return f"no conclusion about speed: {'; '.join(numbers['signs'])}"
+    row = numbers["rows"][-1]
+    reached = row["speedup"]["DDP"] / row["speedup"]["silent"]
+    text = f"with few large layers DDP reaches {reached:.0%} of the limit"
+    if numbers["errors"]:
+        off, step = numbers["errors"][1][0] - 1, row["off"] - 1
+        text += f"; the model is off by {off:.0%} where it was not fitted, by {step:.0%} for DDP"
+    return text
+
+
+def what_is_right(numbers):
+    """Return a sentence that names what was examined: one rank, or a GPU, lacks some."""
+    counted = numbers["device"] == "cpu" and all(t["written"] is not None for t in numbers["turns"])
+    names = ["gradients", *["bytes"] * counted, "clock", *["test"] * bool(numbers["errors"])]
+    worst = claims.worst([turn["difference"] for turn in numbers["turns"]])
+    right = f"{', '.join(names[:-1])} and {names[-1]} are right"
+    return f"{right} (a gradient is off by {worst:.2g})"
