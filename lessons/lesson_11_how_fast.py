@@ -188,10 +188,7 @@ def data_parallel(model, rows, targets, n):
 
 
 def make_ways(model, *batch):
-    """Return {name: a function that leaves the gradient of one batch in a copy of the model} (E6).
-
-    What rank 0 does alone is nothing on the others.
-    """
+    """Return {name: a function that leaves the gradient of one batch in a copy of the model}."""
     rank, n, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
     share, mean = [part.tensor_split(n)[rank] for part in batch], 1 / batch[1].numel()
     whole, master, silent, *inner = (copy.deepcopy(model) for _ in range(5))
@@ -202,7 +199,9 @@ def make_ways(model, *batch):
     if len(model) < 100:  # of operations as small as there, nothing is to be divided
         ways["more threads"] = partial(backward, whole, *batch, mean, n * threads)
     ways["DataParallel"] = data_parallel(master, *batch, n)
-    if rank > 0:
+    if batch[0].is_cuda:
+        ways["DataParallel"] = partial(backward, nn.DataParallel(master), *batch, mean, threads)
+    if rank > 0:  # what rank 0 does alone
         ways = dict.fromkeys(ways, tuple)
     ways["silent"] = partial(backward, silent, *share, mean, threads)
     ways["wrapped"] = partial(backward, wrapped, *share, mean, threads)
