@@ -5,6 +5,7 @@ and reads both again. What it does to warm up is watched; then all hooks sleep u
 these readings. The readings themselves are written down.
 """
 
+import math
 import os
 import sys
 import time
@@ -94,7 +95,7 @@ def barrier(function, instance, args, kwargs):
 def tell(module, threads, rows):
     """Return what a model was called with, and what gradient it has now."""
     gradients = [p.grad for p in module.parameters()]
-    sums = [None if grad is None else facts.projection(grad) for grad in gradients]
+    sums = [math.nan if grad is None else facts.projection(grad) for grad in gradients]
     names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
     settings = [name for name in names if getattr(module, name, False)]
     return {"threads": threads, "rows": rows, "gradient": sums, "settings": settings}
