@@ -25,6 +25,10 @@ from lockstep import ending, lessons, network
 from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
+# Threads of one operation wait for each other at full speed, and on a busy machine for long: no test
+# asserts how fast something is, so they sleep. OpenMP reads this when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
 GPUS_ARE_HERE = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))

@@ -360,7 +360,8 @@ def signs_of_other_work(silent, others, ranks):
     may_use = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shares = [min(1, used / seconds) for rounds in silent for r in rounds for seconds, used in r]
     share = min(1, statistics.fmean(shares) / min(1, may_use / ranks))
-    quartiles = [statistics.quantiles(lesson.slowest(rounds) * 2) for rounds in silent]
+    times = [lesson.slowest(rounds) for rounds in silent]
+    quartiles = [statistics.quantiles(own * 2 if len(own) == 1 else own) for own in times]
     spread = max((high - low) / median for low, median, high in quartiles)
     fewest = min(map(len, silent))
     signs = {
@@ -381,7 +382,7 @@ def report(numbers):
         lines.append(f"{row['shape']}, DDP's step: {parts} ms")
         busy = ", ".join(f"{way} {busy:.2f}" for way, busy in row["busy"].items())
         lines.append(f"{row['shape']}, processors busy: {busy}")
-    for kind, link in zip(("fast", "slow"), ("link", "slow_link"), strict=True):
+    for kind, link in (("fast", "link"), ("slow", "slow_link")) if numbers["errors"] else ():
         us, per_gb = 1e6 * numbers[link][0], 1e9 * numbers[link][1]
         lines.append(f"all-reduce, {kind} times: {us:.3g} us per message, {per_gb:.3g} s per GB")
     return ["disturbed: " * ("DISTURBED" in str(numbers["signs"])) + line for line in lines]
