@@ -25,7 +25,7 @@ from lockstep import ending, lessons, network
 from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
-# Threads of one operation wait for each other at full speed, and on a busy machine for long: no test
+# Threads of one operation wait for each other at full speed, on a busy machine for long. No test
 # asserts how fast something is, so they sleep. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
