@@ -191,13 +191,13 @@ def make_ways(model, *batch):
     """Return {name: a function that leaves the gradient of one batch in a copy of the model}."""
     rank, n, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
     share, mean = [part.tensor_split(n)[rank] for part in batch], 1 / batch[1].numel()
-    whole, master, silent, *inner = (copy.deepcopy(model) for _ in range(5))
+    single, master, silent, *inner = (copy.deepcopy(model) for _ in range(5))
     alone = [dist.new_group([other]) for other in range(n)][rank]
     wrapped = DistributedDataParallel(inner[0], process_group=alone)  # nobody is there to send to
     ddp = DistributedDataParallel(inner[1])  # it takes the mean over ranks: times n, it is the sum
-    ways = {"one process": partial(backward, whole, *batch, mean, threads)}
+    ways = {"one process": partial(backward, single, *batch, mean, threads)}
     if len(model) < 100:  # of operations as small as there, nothing is to be divided
-        ways["more threads"] = partial(backward, whole, *batch, mean, n * threads)
+        ways["more threads"] = partial(backward, single, *batch, mean, n * threads)
     ways["DataParallel"] = data_parallel(master, *batch, n)
     if batch[0].is_cuda:
         ways["DataParallel"] = partial(backward, nn.DataParallel(master), *batch, mean, threads)

@@ -134,6 +134,10 @@ def test_on_gpus_the_ways_agree():
 class Moved(TorchDispatchMode):
     """Adds up the bytes that are copied, and that are added to others."""
 
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.bytes[function] += args[0].nbytes
         return function(*args, **(kwargs or {}))
@@ -142,9 +146,11 @@ class Moved(TorchDispatchMode):
 @pytest.mark.claim("A6")
 def test_the_master_moves_its_parameters_and_as_many_gradients_for_each_replica():
     model, *batch = lesson.make_problem(SMALL, 4, 0, "cpu")
-    with claims.one_thread(), Moved() as moved:
-        work, moved.bytes = lesson.data_parallel(model, *batch, 3), Counter()
-        work()
+    moved = Moved()
+    with claims.one_thread():
+        work = lesson.data_parallel(model, *batch, 3)
+        with moved:
+            work()
     moves = torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor
     assert [moved.bytes[kind] for kind in moves] == [2 * GRADIENT[SMALL]] * 2
 
