@@ -155,11 +155,12 @@ def make_problem(shape, batch_size, seed, device):
     """Return (model, rows, targets), in float64; random rows are cheap on purpose (claim C10)."""
     layers, width = SHAPES[shape]
     torch.manual_seed(seed)
-    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
-    for linear in parts[::2]:
+    linears = [nn.Linear(width, width, dtype=torch.float64) for _ in range(layers)]
+    for linear in linears:
         nn.init.orthogonal_(linear.weight)  # else no gradient would reach the first of 100 layers
     rows, targets = torch.randn(2, batch_size, width, dtype=torch.float64).to(device)
-    return nn.Sequential(*parts).to(device, torch.float64), rows, targets
+    parts = [part for linear in linears for part in (linear, nn.Tanh())]
+    return nn.Sequential(*parts).to(device), rows, targets
 
 
 def backward(network, rows, targets, weight, threads):
