@@ -25,12 +25,11 @@ from lockstep import ending, lessons, network
 from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
-# Threads of one operation wait for each other at full speed, on a busy machine for long. No test
-# asserts how fast something is, so they sleep. OpenMP reads this when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+# In warm ranks, threads that wait for each other sleep: at full speed, as OpenMP likes it, a step
+# of two threads takes six times as long on a busy machine. Launchers run as they do for a reader.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 GPUS_ARE_HERE = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
 
 gc.disable()  # until all tests are imported: nothing that they import is garbage

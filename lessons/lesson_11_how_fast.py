@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 # --- The technique ---
 
-
 SIZES = [2**power for power in range(11, 24, 2)]  # bytes, 2 kB to 8 MB; every second one is fitted
 
 
@@ -50,8 +49,7 @@ def take_turns(works, rounds):
             wall, processor = time.perf_counter(), time.process_time()
             work()
             wait_for_gpu()
-            spent = time.perf_counter() - wall, time.process_time() - processor
-            mine[name].append(spent)
+            mine[name].append((time.perf_counter() - wall, time.process_time() - processor))
             dist.barrier()  # nobody warms up for the next turn while another rank still works
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -86,7 +84,7 @@ def time_sums(rounds, device):
         group = dist.new_group([*range(n)])
         for size in SIZES:
             work = partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group)
-            works[n, size] = work if rank < n else tuple
+            works[n, size] = work if rank < n else lambda: None
     times = take_turns(works, rounds)
     return [(*key, slowest(turns)) for key, turns in times.items()]
 
@@ -95,12 +93,15 @@ def fit_link(times):
     """Return the link with the least squared relative error on `times`, [(n, bytes, seconds)]."""
     costs = torch.tensor([all_reduce_cost(n, size) for n, size, _ in times], dtype=torch.float64)
     seconds = torch.tensor([[time] for *_, time in times], dtype=torch.float64)
-    costs, one = costs / seconds, seconds / seconds  # else only the largest sizes would count
-    links = torch.zeros(3, 2, dtype=torch.float64)
-    for link, paid in zip(links, ([0, 1], [0], [1]), strict=True):
-        link[paid] = torch.linalg.lstsq(costs[:, paid], one).solution[:, 0]
-    links = [link for link in links if (link >= 0).all()]  # else the other price pays for all
-    return min(links, key=lambda link: (costs @ link - 1).square().sum()).tolist()
+    weights = 1 / seconds  # else only the largest sizes would count
+    links = []
+    for paid in ([0, 1], [0], [1]):  # if a price comes out below 0, the other one pays for all
+        link = torch.zeros(2, 1, dtype=torch.float64)
+        link[paid] = torch.linalg.lstsq(weights * costs[:, paid], weights * seconds).solution
+        if (link >= 0).all():
+            error = (weights * (costs @ link - seconds)).square().sum()
+            links.append((error.item(), link.flatten().tolist()))
+    return min(links)[1]
 
 
 def fit_and_test(times):
@@ -174,16 +175,16 @@ def data_parallel(model, rows, targets, n):
     """Return a function that leaves the gradient in `model`: n threads of one process (A3, A6)."""
     replicas = [model, *(copy.deepcopy(model) for _ in range(n - 1))]  # kept, as the threads are
     pool, threads = ThreadPoolExecutor(n), torch.get_num_threads()
-    one = partial(backward, weight=1 / targets.numel(), threads=threads)
-    sides = [[*replica.parameters()] for replica in replicas]
-    pairs = [pair for other in sides[1:] for pair in zip(sides[0], other, strict=True)]
+    compute = partial(backward, weight=1 / targets.numel(), threads=threads)
+    ours, *others = ([*replica.parameters()] for replica in replicas)
+    pairs = [pair for theirs in others for pair in zip(ours, theirs, strict=True)]
 
     def work():
-        for ours, theirs in pairs:  # the master sends all parameters to each replica
-            theirs.data.copy_(ours.data)
-        list(pool.map(one, replicas, rows.tensor_split(n), targets.tensor_split(n)))
-        for ours, theirs in pairs:  # and it receives all gradients of each replica
-            ours.grad += theirs.grad
+        for our, their in pairs:  # the master sends all parameters to each replica
+            their.data.copy_(our.data)
+        list(pool.map(compute, replicas, rows.tensor_split(n), targets.tensor_split(n)))
+        for our, their in pairs:  # and it receives all gradients of each replica
+            our.grad += their.grad
 
     return work
 
@@ -197,16 +198,16 @@ def make_ways(model, *batch):
     wrapped = DistributedDataParallel(inner[0], process_group=alone)  # nobody is there to send to
     ddp = DistributedDataParallel(inner[1])  # it takes the mean over ranks: times n, it is the sum
     ways = {"one process": partial(backward, single, *batch, mean, threads)}
-    if len(model) < 100:  # of operations as small as there, nothing is to be divided
-        ways["more threads"] = partial(backward, single, *batch, mean, n * threads)
+    ways["more threads"] = partial(backward, single, *batch, mean, n * threads)
     ways["DataParallel"] = data_parallel(master, *batch, n)
     if batch[0].is_cuda:
         ways["DataParallel"] = partial(backward, nn.DataParallel(master), *batch, mean, threads)
-    if rank > 0:  # what rank 0 does alone
-        ways = dict.fromkeys(ways, tuple)
+    if rank > 0:  # these three rank 0 does alone
+        ways = dict.fromkeys(ways, lambda: None)
     ways["silent"] = partial(backward, silent, *share, mean, threads)
     ways["wrapped"] = partial(backward, wrapped, *share, mean, threads)
-    return ways | {"DDP": partial(backward, ddp, *share, n * mean, threads)}
+    ways["DDP"] = partial(backward, ddp, *share, n * mean, threads)
+    return ways
 
 
 def time_ways(shape, rounds, batch_size, seed, device):

@@ -25,7 +25,6 @@ from torch.nn.functional import mse_loss
 KEEP_VALUES, TIMES = 1, True
 LIMITS = {"--steps": (1, 10**6), "--batch-size": (1, 10**6), "--seed": (0, 2**32 - 1)}
 WAYS = ("one process", "more threads", "DataParallel", "silent", "wrapped", "DDP")
-BY_ALL = WAYS[3:]  # all ranks do these; the others are done by rank 0 alone
 IDLE = 0.95  # of the processor time that ranks get on an idle machine: less is disturbed
 OTHERS = 0.1  # cores that other programs keep busy: more is disturbed
 SPREAD = 0.15  # between the quartiles of what the ranks compute alone: more is disturbed
@@ -38,11 +37,6 @@ def refuse(args, world_size, ranks_here):
     return None
 
 
-def ways_of(shape):
-    """Return the ways to compute the gradient of this model."""
-    return [name for name in WAYS if name != "more threads" or lesson.SHAPES[shape][0] < 100]
-
-
 def judge(job, args, started, launcher):
     """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
     claim, numbers = "gradients, bytes, clock and test are right", {"world_size": started}
@@ -53,35 +47,32 @@ def judge(job, args, started, launcher):
         return claims.Verdict(claim, wrong, numbers, [])
     numbers["backend"] = job[0].group["backend"]
     numbers["device"] = "cuda" if numbers["backend"] == "nccl" else "cpu"
-    wrong = measured(numbers, timed, args, job)
-    lines = report(numbers)
-    if wrong:
-        return claims.Verdict(claim, list(dict.fromkeys(wrong))[:5], numbers, lines)
-    claim = f"{what_is_right(numbers)}; {conclude_on_speed(numbers)}"
-    return claims.Verdict(claim, [], numbers, lines)
+    wrong, lines = measured(numbers, timed, args, job), report(numbers)
+    if not wrong:
+        claim = f"{what_is_right(numbers)}; {conclude_on_speed(numbers)}"
+    return claims.Verdict(claim, list(dict.fromkeys(wrong))[:5], numbers, lines)
 
 
 def measured(numbers, timed, args, job):
     """Add what was measured to the numbers; return what is wrong with it: a list of sentences."""
-    n, shapes = numbers["world_size"], lesson.SHAPES
-    sums = [(*key, rounds) for key, rounds in timed.items() if key[0] not in shapes]
-    sums = [(*place, lesson.slowest(map(both, rounds))) for *place, rounds in sums]
+    n, on_cpu = numbers["world_size"], numbers["device"] == "cpu"
+    sums = {place: rounds for place, rounds in timed.items() if place[0] not in lesson.SHAPES}
+    sums = [(*place, lesson.slowest(spent(rounds))) for place, rounds in sums.items()]
     points = [[*place, *peaks(times), len(times)] for *place, times in sums]
     fast, slow = (fit([[*p[:2], p[place]] for p in points]) for place in (2, 3))
     numbers |= {"all_reduce": points, "link": fast[0], "errors": fast[1], "slow_link": slow[0]}
     numbers |= {"turns": [], "rows": []}
-    for shape in shapes:
-        numbers["turns"] += seen_in(shape, {way: timed[shape, way] for way in ways_of(shape)}, args)
-        times = {way: [both(ranks) for ranks in timed[shape, way][1:]] for way in ways_of(shape)}
-        buckets = numbers["turns"][-1]["buckets"]
-        numbers["rows"].append(summarize(shape, times, buckets, fast[0], n))
+    for shape in lesson.SHAPES:
+        of_shape = {way: timed[shape, way] for way in WAYS}
+        numbers["turns"] += seen_in(shape, of_shape, args)
+        times = {way: spent(rounds[1:]) for way, rounds in of_shape.items()}
+        numbers["rows"].append(summarize(shape, times, numbers["turns"][-1]["buckets"], fast[0], n))
     ((threads, _),) = numbers["turns"][-1]["seen"][-1]
-    told = [[event["then"] for event in rank.of("timed")] for rank in job.values()]
-    numbers["others"] = cores_of_others([own[0] for own in told], [own[-1] for own in told])
-    silent = [[both(ranks) for ranks in timed[shape, "silent"][1:]] for shape in shapes]
-    shares = signs_of_other_work(silent, numbers["others"], n * threads)
-    numbers["processor"], numbers["signs"] = shares
-    on_cpu = numbers["device"] == "cpu"
+    looks = [[rank.of("turn")[place]["then"] for rank in job.values()] for place in (0, -1)]
+    numbers["others"] = cores_of_others(*looks)
+    silent = [spent(timed[shape, "silent"][1:]) for shape in lesson.SHAPES]
+    signs = signs_of_other_work(silent, numbers["others"], n * threads)
+    numbers["processor"], numbers["signs"] = signs
     wrong = wrong_in_sending(timed, on_cpu)
     wrong += chain(*(wrong_in_turn(turn, args, threads, on_cpu) for turn in numbers["turns"]))
     return [*wrong, *filter(None, [claims.wrong_in_words(job, words(numbers, sums, threads))])]
@@ -91,56 +82,49 @@ def measured(numbers, timed, args, job):
 
 
 def turns_of(job, args, n):
-    """Return {what is timed: rounds of [(timed, warm) of each rank]}; None if it is not all of it.
+    """Return {what is timed: rounds of [turn of each rank]}; None if it is not all of it.
 
-    What is timed: (ranks, bytes) of an all-reduce, or (shape, way).
+    What is timed: (ranks, bytes) of an all-reduce, or (shape, way). A turn: what clock.py notes.
     """
     workers = sorted({k for k in (2, 4, 8, 16, 32, n) if 1 < k <= n})
     order = [*product(workers, lesson.SIZES)] * 4 * args.steps
     for shape in lesson.SHAPES:
-        order += [(shape, name) for name in ways_of(shape)] * (args.steps + 1)
-    of_ranks = [[] for _ in job]
-    for turns, rank in zip(of_ranks, job.values(), strict=True):
-        warm = None
-        for event in rank.events:
-            if event["what"] == "timed":
-                turns.append((event, warm))
-            warm = event if event["what"] == "warm" else None
+        order += [*product([shape], WAYS)] * (args.steps + 1)
+    of_ranks, timed = [rank.of("turn") for rank in job.values()], {key: [] for key in order}
     if any(len(turns) != len(order) for turns in of_ranks):
         return None
-    timed = {key: [] for key in order}
-    for key, *ranks in zip(order, *of_ranks, strict=True):
-        timed[key].append(ranks)
+    for key, *turns in zip(order, *of_ranks, strict=True):
+        timed[key].append(turns)
     return timed
 
 
-def both(ranks):
-    """Return (seconds, processor seconds) of each rank in a round."""
-    return [(turn["seconds"], turn["processor"]) for turn, _ in ranks]
+def spent(rounds):
+    """Return (seconds, processor seconds) of each rank in each round."""
+    return [[turn["spent"] for turn in turns] for turns in rounds]
 
 
 def seen_in(shape, timed, args):
-    """Return what each rank did with a model: a dictionary for each rank and way."""
+    """Return what each rank did with a model: a dictionary for each way and rank."""
     with claims.one_thread():
         model, rows, targets = lesson.make_problem(shape, args.batch_size, args.seed, "cpu")
         mse_loss(model(rows), targets).backward()
     right = torch.tensor([facts.projection(p.grad) for p in model.parameters()], dtype=DOUBLE)
-    length, n = math.hypot(*(facts.norm(p.grad) for p in model.parameters())), len(timed["DDP"][0])
-    found, nothing = [], {"models": [], "calls": [], "written": 0}
-    for rank, name in product(range(n), timed):
-        warm = [ranks[rank][1] or nothing for ranks in timed[name]]
-        mine = [[model["gradient"]] for model in warm[-1]["models"]]
-        if name in BY_ALL[:2]:  # each rank has the part of its rows
-            everyone = [one for _, seen in timed[name][-1] for one in (seen or nothing)["models"]]
-            mine = [[model["gradient"] for model in everyone]]
-        sums = [torch.tensor(each, dtype=DOUBLE).sum(0) for each in mine]
-        off = [((each - right).norm() / length).item() for each in sums]
-        turn = {"shape": shape, "workers": n, "variant": name, "rank": rank}
-        turn["difference"] = min(off, default=0.0)  # DataParallel: in one of its replicas
-        turn["seen"] = [sorted((m["threads"], m["rows"]) for m in seen["models"]) for seen in warm]
-        turn |= {"written": warm[-1]["written"], "buckets": [call[1] for call in warm[-1]["calls"]]}
-        turn["settings"] = [*chain(*(model["settings"] for model in warm[-1]["models"]))]
-        found.append(turn | {"seconds": [ranks[rank][0]["seconds"] for ranks in timed[name][1:]]})
+    length, found = math.hypot(*(facts.norm(p.grad) for p in model.parameters())), []
+    for name, rounds in timed.items():
+        everyone = [model["gradient"] for turn in rounds[-1] for model in turn["models"]]
+        for rank, turns in enumerate(zip(*rounds, strict=True)):
+            last = turns[-1]
+            mine = [[model["gradient"]] for model in last["models"]]
+            sums = [everyone] if name in ("silent", "wrapped") else mine  # of all parts of the rows
+            sums = [torch.tensor(each, dtype=DOUBLE).sum(0) for each in sums]
+            off = [((each - right).norm() / length).item() for each in sums]
+            turn = {"shape": shape, "workers": len(rounds[-1]), "variant": name, "rank": rank}
+            turn["difference"] = min(off, default=0.0)  # DataParallel: in one of its replicas
+            models = [turn["models"] for turn in turns]
+            turn["seen"] = [sorted((m["threads"], m["rows"]) for m in each) for each in models]
+            turn |= {"written": last["written"], "buckets": [call[1] for call in last["calls"]]}
+            turn["settings"] = [*chain(*(model["settings"] for model in last["models"]))]
+            found.append(turn | {"seconds": [turn["spent"][0] for turn in turns[1:]]})
     return found
 
 
@@ -148,23 +132,23 @@ def wrong_in_turn(turn, args, threads, on_cpu):
     """Return what is wrong with the gradient, the rows, the threads and the bytes of a turn."""
     n, name, rank = (turn[key] for key in ("workers", "variant", "rank"))
     parts = [len(part) for part in torch.arange(args.batch_size).tensor_split(n)]
-    wanted = {name: [(threads, parts[rank])] for name in BY_ALL}
-    if rank == 0:
-        wanted["one process"] = [(threads, args.batch_size)]
-        wanted["more threads"] = [(threads * n, args.batch_size)]
-        wanted["DataParallel"] = sorted((threads, rows) for rows in parts)
+    wanted = {way: [(threads, parts[rank])] for way in WAYS}
+    wanted["one process"] = [(threads, args.batch_size)]
+    wanted["more threads"] = [(threads * n, args.batch_size)]
+    wanted["DataParallel"] = sorted((threads, rows) for rows in parts)
+    wanted = wanted[name] if rank == 0 or name in WAYS[3:] else []  # rank 0 does three ways alone
     layers, width = lesson.SHAPES[turn["shape"]]
     size = 8 * layers * width * (width + 1)
     buckets = [size] if size < 2**20 else [size // layers, size - size // layers]  # 1 MiB is full
     sent = lesson.all_reduce_cost(n, size)[1] if name == "DDP" else 0
     most = sent * (1 + max(0.02, 0.0025 * n))  # gloo's own words about each message
     counted = turn["written"] is None or sent <= turn["written"] <= most
-    alike = all(models == wanted.get(name, []) for models in turn["seen"])
+    alike = all(models == wanted for models in turn["seen"])
     rules = {
         f"a gradient is off by {turn['difference']:.2g}": turn["difference"] < 1e-10,
         f"{turn['written']} bytes are written, not {sent:.0f}": counted or not on_cpu,
         "other rows or compute threads": alike or (name == "DataParallel" and not on_cpu),
-        "DDP's buckets are others": turn["buckets"] == (buckets if name in BY_ALL[1:] else []),
+        "DDP's buckets are others": turn["buckets"] == buckets * (name in ("wrapped", "DDP")),
         f"DDP has {turn['settings']}": not turn["settings"],
     }
     return [f"{name}, rank {rank}: {sentence}" for sentence in claims.broken(rules)]
@@ -177,15 +161,14 @@ def wrong_in_sending(timed, on_cpu):
     three writes, with 48 bytes of gloo's own.
     """
     for (n, size), rounds in timed.items():
-        for rank, (_, seen) in enumerate(rounds[-1] if n not in lesson.SHAPES else ()):
+        for rank, seen in enumerate(rounds[-1] if n not in lesson.SHAPES else ()):
             calls = [["all_reduce", size, True]] if rank < n else []  # it waits for the sum
-            if (seen["calls"] if seen else []) != calls:
-                return [f"rank {rank} of {n} sends {seen and seen['calls']}, and not {calls}"]
+            if seen["calls"] != calls:
+                return [f"rank {rank} of {n} sends {seen['calls']}, and not {calls}"]
             steps, sent = lesson.all_reduce_cost(n, size) if rank < n else (0, 0)
             sent += 3 * 48 * steps * max(2, math.ceil(size / n / 2**20))
-            written = seen["written"] if seen and on_cpu else None
-            if written is not None and abs(written - sent) > 48:
-                return [f"rank {rank} of {n} writes {written} bytes of {size}, not {sent:.0f}"]
+            if on_cpu and seen["written"] is not None and abs(seen["written"] - sent) > 48:
+                return [f"rank {rank} of {n} writes {seen['written']} bytes, not {sent:.0f}"]
     return []
 
 
@@ -195,8 +178,9 @@ def words(numbers, sums, threads):
     lines = [f"{numbers['world_size']} ranks {where}, {threads} compute thread(s) each"]
     if sums:
         link, errors = lesson.fit_and_test([(*p, statistics.median(times)) for *p, times in sums])
-        us, per_gb = 1e6 * link[0], 1e9 * link[1]
-        lines.append(f"all-reduce: {us:.3g} us per message, {per_gb:.3g} s per GB")
+        lines.append(
+            f"all-reduce: {1e6 * link[0]:.3g} us per message, {1e9 * link[1]:.3g} s per GB"
+        )
         most = [error[1] for error in errors]
         lines.append("wrong by a factor of {:.2g} where fitted, {:.2g} elsewhere".format(*most))
     for row in numbers["rows"]:
@@ -304,16 +288,16 @@ def peaks(seconds):
     The cut leaves the least variance of logarithms inside the groups. If that is more than a fifth
     of all, there is one group: a rectangle would keep a quarter, a bell curve more than a third.
     """
-    times, inside = sorted(seconds), {}
-    logs = torch.tensor(times, dtype=torch.float64).log()
-    fewest = max(3, len(times) // 10)  # of a group
-    for cut in (0, *range(fewest, len(times) - fewest + 1)):
-        parts = logs.tensor_split([cut])
-        inside[cut] = sum((part - part.mean()).square().sum() for part in parts)
-    cut = min(inside, key=inside.get)
-    if inside[cut] >= inside[0] / 5:
-        return statistics.median(times), statistics.median(times), 0.0
-    return statistics.median(times[:cut]), statistics.median(times[cut:]), 1 - cut / len(times)
+    times = sorted(seconds)
+    logs, fewest = torch.tensor(times, dtype=DOUBLE).log(), max(3, len(times) // 10)  # of a group
+
+    def inside(cut):
+        return sum((part - part.mean()).square().sum() for part in logs.tensor_split([cut]))
+
+    cut = min(range(fewest, len(times) - fewest + 1), key=inside, default=0)
+    cut = cut if inside(cut) < inside(0) / 5 else 0
+    fast, slow = (statistics.median(group) for group in (times[:cut] or times, times[cut:]))
+    return fast, slow, 1 - cut / len(times) if cut else 0.0
 
 
 def fit(points):
@@ -328,7 +312,6 @@ def summarize(shape, timed, buckets, link, n):
     """
     ms = {way: [1e3 * seconds for seconds in lesson.slowest(turns)] for way, turns in timed.items()}
     median = {way: statistics.median(times) for way, times in ms.items()}
-    used = {way: sum(used for ranks in turns for _, used in ranks) for way, turns in timed.items()}
     means = [1e3 * statistics.fmean(s for s, _ in ranks) for ranks in timed["silent"]]
     parts = {"computing": statistics.median(means)}  # with the waiting for the slowest, the limit
     parts["waiting"] = median["silent"] - parts["computing"]
@@ -339,8 +322,8 @@ def summarize(shape, timed, buckets, link, n):
     guess = lesson.predict_speedup(median["one process"], median["wrapped"], sending)
     off = max(guess[0] / speedup["DDP"], speedup["DDP"] / guess[0])
     row = {"shape": shape, "workers": n, "bytes": sum(buckets), "buckets": buckets, "ms": ms}
-    row |= {"busy": {way: 1e3 * used[way] / sum(ms[way]) for way in ms}, "parts": parts}
-    return row | {"speedup": speedup, "predicted": guess if n > 1 else None, "off": off}
+    row |= {"parts": parts, "speedup": speedup}
+    return row | {"predicted": guess if n > 1 else None, "off": off}
 
 
 def cores_of_others(begin, end):
@@ -380,8 +363,6 @@ def report(numbers):
     for row in numbers["rows"]:
         parts = " + ".join(f"{name} {ms:.3g}" for name, ms in row["parts"].items())
         lines.append(f"{row['shape']}, DDP's step: {parts} ms")
-        busy = ", ".join(f"{way} {busy:.2f}" for way, busy in row["busy"].items())
-        lines.append(f"{row['shape']}, processors busy: {busy}")
     for kind, link in (("fast", "link"), ("slow", "slow_link")) if numbers["errors"] else ():
         us, per_gb = 1e6 * numbers[link][0], 1e9 * numbers[link][1]
         lines.append(f"all-reduce, {kind} times: {us:.3g} us per message, {per_gb:.3g} s per GB")

@@ -2,7 +2,7 @@
 
 The script warms up, waits at a barrier, reads time.perf_counter() and time.process_time(), works,
 and reads both again. What it does to warm up is watched; then all hooks sleep until the last of
-these readings. The readings themselves are written down.
+these readings. A turn is noted with the readings, and with what was seen before them.
 """
 
 import math
@@ -13,19 +13,21 @@ import types
 import weakref
 from pathlib import Path
 
+import torch
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
+from lockstep.watch.wire import Wire
 
 READINGS = ("perf_counter", "process_time") * 2  # of one turn, in this order
-now = types.SimpleNamespace(forwards=[], calls=[], readings=[], written=0, hook=None)
+now = types.SimpleNamespace(written=0, hook=None)
 _inner = weakref.WeakSet()  # modules inside others, DDP's and Sequential's
 
 
 def watch():
     """Put the hooks in place."""
-    import torch
-    from torch.distributed import distributed_c10d as c10d
-
     for name, hook in (("barrier", barrier), ("all_reduce", all_reduce)):
         around(c10d, name, hook)
         setattr(torch.distributed, name, getattr(c10d, name))
@@ -37,9 +39,8 @@ def watch():
 
 def wake():
     """Forget what was seen, and look at what comes: who warms up for a turn is seen."""
-    from torch.nn.modules.module import register_module_forward_pre_hook
-
     now.forwards, now.calls, now.readings = [], [], []
+    now.warm = {"models": [], "calls": [], "written": 0}
     now.hook = now.hook or register_module_forward_pre_hook(forward)
 
 
@@ -47,22 +48,13 @@ def forward(module, inputs):
     """A module is called. Threads may do that side by side."""
     if module not in _inner:
         _inner.update(part for part in module.modules() if part is not module)
-        now.forwards.append((module, get_threads(), len(inputs[0])))
-
-
-def get_threads():
-    """Return how many compute threads this thread has."""
-    import torch
-
-    return torch.get_num_threads()
+        now.forwards.append((module, torch.get_num_threads(), len(inputs[0])))
 
 
 def backward(function, loss, args, kwargs):
     """What is sent inside backward() is seen, by whomever it is sent."""
     if not now.hook:
         return function(*args, **kwargs)
-    from lockstep.watch.wire import Wire
-
     with Wire() as wire:
         function(*args, **kwargs)
     now.calls += wire.calls
@@ -81,14 +73,14 @@ def barrier(function, instance, args, kwargs):
 
     Of each model that was called, the gradient is told as facts.projection of each parameter.
     """
-    warm = now.hook and (now.forwards or now.calls)
-    if warm:
-        models = [tell(*seen) for seen in now.forwards]
-        written = None if written_so_far() is None else written_so_far() - now.written
-        facts.note("warm", models=models, calls=now.calls, written=written)
+    if now.forwards or now.calls:
+        written = written_so_far()
+        now.warm["models"] = [tell(*seen) for seen in now.forwards]
+        now.warm["calls"] = now.calls
+        now.warm["written"] = None if written is None else written - now.written
+        return function(*args, **kwargs)  # the clock is read next, and nothing may come between
     result = function(*args, **kwargs)
-    if not warm:  # else the clock is read next, and nothing may come between
-        now.written = written_so_far()
+    now.written = written_so_far()
     return result
 
 
@@ -108,11 +100,10 @@ def read(clock, instance, args, kwargs):
     if not now.readings:
         now.hook.remove()
         now.hook = None
-    now.readings.append(clock())
-    told = now.readings[-1]
+    now.readings.append(told := clock())
     if len(now.readings) == len(READINGS):
-        seconds, used = (now.readings[n + 2] - now.readings[n] for n in (0, 1))
-        facts.note("timed", seconds=seconds, processor=used, then=processors())
+        spent = [now.readings[n + 2] - now.readings[n] for n in (0, 1)]
+        facts.note("turn", spent=spent, then=processors(), **now.warm)
         wake()
     return told
 
