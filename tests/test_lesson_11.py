@@ -217,7 +217,7 @@ def test_close_to_linear_only_if_computing_takes_much_longer_than_sending():
 def test_a_latency_with_two_peaks_has_two_and_their_shares_do_not_move_them():
     """The median of all jumps from one peak to the other; the peaks stay."""
     noise = torch.Generator().manual_seed(0)
-    for share in (0.1, 0.3, 0.55, 0.9):
+    for share in (0.1, 0.55, 0.9):
         made_up = torch.randn(200, generator=noise).mul(0.2).exp()
         made_up[: round(200 * share)] *= 9
         fast, slow, found = proof.peaks((4e-4 * made_up).tolist())
