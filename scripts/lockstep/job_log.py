@@ -131,6 +131,7 @@ class Log:
         self.exits, self.left = {}, {}
         self.marks = MARKS
         self.open = {}  # {who: innermost place of yours} of each traceback that has begun
+        self.around = None  # the entry of an error that has only passed on the one which comes
         self.spawned = ""  # whose traceback mp.spawn passes on
         self.row = {}  # the last fields of torchrun's table
 
@@ -164,8 +165,8 @@ class Log:
             return
         who = who or self.spawned or self.row.get("who", "")
         if begins := BEGIN.search(text):
-            if begins[1] and self.said:  # "Caught KeyError in DataLoader worker process 0." is over
-                self.said.pop()
+            if begins[1] and self.said:  # after "Caught KeyError in DataLoader worker process 0."
+                self.around = self.said.pop().entry
             self.open[who] = ""
         elif who in self.open and (text[:1] in ("", " ", "\t") or text.startswith("| ")):
             self.hear_frame(who, text)
@@ -187,7 +188,8 @@ class Log:
         if PASSED_ON.search(name):
             self.spawned = ""
             return
-        entry = self.find(text)
+        entry = self.find(text) or self.around
+        self.around = None
         role = entry.role if entry else role_of(name, text)
         if entry or place is not None:
             self.keep(Said(who, text, role, entry, place or "", self.name, number))
