@@ -4,16 +4,21 @@ A fault and its cure are functions of (rank, world size). All run in the same tw
 the other; those that end a rank or its group are in claims/test_cures.py and test_lesson_19.py.
 """
 
+import contextlib
 import io
 import itertools
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
+from datetime import timedelta
 from pathlib import Path
+from resource import RLIMIT_FSIZE, RLIMIT_NOFILE
 
 import cloudpickle
 import pytest
@@ -27,11 +32,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = errors.read_page()
+RAISED = "(it raised)"
 ROWS = torch.ones(4, 2)
 
 # --- Faults, and their cures ---
@@ -154,9 +160,78 @@ def at_a_taken_port():
 
 
 def one_of_two():
-    from datetime import timedelta
-
     dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=0.2))
+
+
+def at_a_store_that_went():
+    store = listening()
+    client = dist.TCPStore("127.0.0.1", store.port)
+    del store
+    client.get("a key")
+
+
+def as_it_is_imported(call):
+    """Call as a new process does that imports the script, to find the function in it."""
+    process = multiprocessing.current_process()
+    process._inheriting = True
+    try:
+        call()
+    finally:
+        del process._inheriting
+
+
+def with_limit(what, most, call):
+    """Call with a limit of the system's for this process, and so for its workers."""
+    old = resource.getrlimit(what)
+    resource.setrlimit(what, (most, old[1]))
+    try:
+        call()
+    finally:
+        resource.setrlimit(what, old)
+
+
+def many_batches():
+    return DataLoader(range(200), num_workers=1)
+
+
+class Deadly(Dataset):
+    """Rows of which each kills the worker that reads it, as the system does without memory."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, row):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def new():
+    return Path(tempfile.mkdtemp(), "model.pt")
+
+
+def for_a_second():
+    return dist.new_group(timeout=timedelta(seconds=1))
+
+
+def in_detail():
+    """Return a group that compares what its ranks call."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return for_a_second()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def four_at_once(group):
+    """Wait in vain: the first two, one for each thread of gloo, cost the others the connections."""
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(4)]
+    for work in works[:-1]:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+    works[-1].wait()
+
+
+def reduce(group):
+    dist.all_reduce(torch.ones(2), group=group)
 
 
 def loads(state, strict=True):
@@ -302,6 +377,50 @@ FAULTS = {
         lambda *_: __import__("argparse").ArgumentParser().parse_args(["--local-rank=0"]),
         None,
     ),
+    "An attempt has been made to start a new process": (
+        lambda *_: as_it_is_imported(lambda: mp.spawn(is_there, (1,))),
+        None,
+    ),
+    "Connection was likely closed. Did the remote server shutdown or crash?": (
+        lambda *_: at_a_store_that_went(),
+        None,
+    ),
+    "DDP expects same model across all ranks, …": (
+        lambda rank, _: train(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
+        lambda rank, _: train(),
+    ),
+    "appears not to match sizes of the same param in process 0": (
+        lambda rank, _: train(model=nn.Linear(2, 2 + rank), process_group=for_a_second()),
+        None,
+    ),
+    "Too many open files": (
+        lambda *_: with_limit(RLIMIT_NOFILE, 64, lambda: list(many_batches())),
+        lambda *_: with_limit(RLIMIT_NOFILE, 64, lambda: [row.clone() for row in many_batches()]),
+    ),
+    "unable to resize file": (
+        lambda *_: with_limit(RLIMIT_FSIZE, 1000, lambda: torch.ones(1000).share_memory_()),
+        lambda *_: with_limit(RLIMIT_FSIZE, 1000, lambda: torch.ones(10).share_memory_()),
+    ),
+    "DataLoader worker … is killed by signal: Killed": (
+        lambda *_: list(DataLoader(Deadly(), num_workers=1)),
+        None,
+    ),
+    "unexpected pos … vs …": (
+        lambda *_: with_limit(RLIMIT_FSIZE, 1000, lambda: torch.save(torch.ones(1000), new())),
+        None,
+    ),
+    "PytorchStreamReader failed reading": (
+        lambda *_: torch.load(io.BytesIO(saved(torch.ones(99)).read()[:-99])),
+        lambda *_: torch.load(saved(torch.ones(99))),
+    ),
+    "Application timeout caused pair closure": (
+        lambda rank, _: [four_at_once(group) for group in [for_a_second()] if rank == 0],
+        None,
+    ),
+    "Detected mismatch between collectives on ranks": (
+        lambda rank, _: [reduce, dist.barrier][rank](group=in_detail()),
+        lambda *_: reduce(group=in_detail()),
+    ),
     # Only warnings:
     "did not find any unused parameters": (
         lambda *_: train(find_unused_parameters=True),
@@ -354,6 +473,7 @@ def printed(function, *args):
                 function(*args)
         except (Exception, SystemExit):
             traceback.print_exc()
+            print(RAISED, file=sys.stderr)
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)
@@ -387,10 +507,24 @@ def test_the_page_knows_what_a_fault_says_and_its_cure_cures_it(words, said):
     entry = entry_with(words)
     assert any(entry in found_in(fault) for fault, _ in said[words]), said[words]
     for _, cure in said[words]:
-        assert entry not in found_in(cure) and "Traceback" not in cure, cure
+        assert entry not in found_in(cure) and RAISED not in cure, cure
 
 
 def entry_with(words):
     """Return the entry of the page with these words, or that begins with them."""
     begin = words.removesuffix(" …")
     return next(e for e in PAGE for w in e.wordings if w.words.startswith(begin))
+
+
+def test_the_page_says_of_each_message_where_it_was_seen_or_read():
+    """Seen is what is produced above, is in another test, or in an output on a page."""
+    others = [path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__)]
+    pages = ROOT.glob("notebooks/*.ipynb")
+    seen = "".join(path.read_text(encoding="utf-8") for path in [*others, *pages])
+    seen = seen.replace("\\", "")  # of a pattern, or of JSON
+    produced = [entry_with(words) for words in FAULTS]
+    for entry in PAGE:
+        elsewhere = any(wording.longest in seen for wording in entry.wordings)
+        read = "not run here: " in entry.source and "](http" in entry.source
+        assert read or "seen" in entry.source, entry.source
+        assert read or entry in produced or elsewhere, entry.wordings[0].words

@@ -21,7 +21,11 @@ ROLES = [CAUSE, MISMATCH, WAIT, ECHO, WARNING]
 
 
 class Entry(NamedTuple):
-    """A message of the page. `lessons` has the two digits of each, `group` is a title."""
+    """A message of the page.
+
+    `lessons` has the two digits of each, `group` is the title above, `source` says where the
+    message was seen or read, in Markdown.
+    """
 
     wordings: tuple
     role: str
@@ -29,6 +33,7 @@ class Entry(NamedTuple):
     cure: str
     lessons: tuple
     group: str
+    source: str
 
     def words_in(self, line):
         """Return the words of the message that this line has, or None."""
@@ -73,6 +78,7 @@ def entry_of(part, group):
         cure=plain(" ".join(said[cures[0] :])).removeprefix("Cure. "),
         lessons=tuple(re.findall(r"\[(\d\d)\]", last)),
         group=group,
+        source=last,
     )
 
 

@@ -123,8 +123,11 @@ def of_cause(cause, same, log):
 
 def nothing(log):
     """Return the lines on a log in which no error was found."""
+    found = f"no error was found in {log.lines:,} lines"
+    if log.open:
+        return [f"{found}, but the log ends in the middle of a traceback"]
     return [
-        f"no error was found in {log.lines:,} lines",
+        found,
         "  A job that stands still says nothing for half an hour (gloo) or ten minutes (nccl):",
         f"  lesson 19 finds out who waits for whom; {PAGE}#nothing-at-all",
     ]

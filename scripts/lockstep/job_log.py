@@ -22,30 +22,18 @@ MOST = 500  # errors that are kept of a rank: the cause comes early
 TELLING = (
     *(b"Error", b"rror:", b"Exception", b"arning", b"raceback", b'  File "', b"-- Process "),
     *(b"exitcode", b"exit code", b"failed", b"signal", b"Signal", b"illed", b"oom_kill", b"NCCL"),
-    *(
-        b"terminate",
-        b"what():",
-        b"  rank ",
-        b"  time ",
-        b"roup",
-        b"imed out",
-        b"leaked",
-        b"OMP_NUM",
-    ),
-    *(
-        b"Address",
-        b"hostname",
-        b"us error",
-        b"mismatch",
-        b"key(s)",
-        b"unrecognized",
-        b"not receive",
-    ),
+    *(b"terminate", b"what():", b"  rank ", b"  time ", b"roup", b"imed out", b"leaked"),
+    *(b"An attempt", b"OMP_NUM", b"Address", b"hostname", b"us error", b"mismatch", b"key(s)"),
+    *(b"unrecognized", b"not receive"),
 )
 
 # --- Who says a line ---
 
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# What containers and clusters put before each line.
+STAMP = re.compile(
+    r"\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?|\S+ +\| "
+)
 MARKS = [
     (re.compile(r".{0,80}?\[rank(\d+)\]: ?"), "rank"),  # torch, in a process that has a group
     (re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?"), "rank"),  # mpirun
@@ -157,12 +145,14 @@ class Log:
             if self.open or any(word in line for word in TELLING):
                 for part in line[-LONGEST:].split(b"\r"):
                     text = COLOUR.sub("", part.decode("utf-8", "replace")).rstrip()
-                    self.hear(number, *speaker(text, self.marks))
+                    self.hear(number, *speaker(STAMP.sub("", text, count=1), self.marks))
 
     def hear(self, number, who, text):
         """Take in one line."""
         if self.hear_launcher(number, text):
             return
+        if self.row and not who:
+            text = self.in_table(text)
         who = who or self.spawned or self.row.get("who", "")
         if begins := BEGIN.search(text):
             if begins[1] and self.said:  # after "Caught KeyError in DataLoader worker process 0."
@@ -175,6 +165,12 @@ class Log:
         else:
             self.open.pop(who, None)
             self.hear_other(number, who, text)
+
+    def in_table(self, text):
+        """Return a line of torchrun's table, which may have a traceback, without its margin."""
+        if not text.startswith("  "):
+            self.row = {}
+        return text.removeprefix("  ")
 
     def hear_frame(self, who, text):
         """Take in a line of a traceback."""

@@ -1,0 +1,337 @@
+"""explain: which rank failed first, and why, from the log of a job."""
+
+import gzip
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, finish, start_program
+from lockstep import errors, explain, job_log
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = errors.read_page()
+
+
+def told(text):
+    """Return what explain says of a log, as one text."""
+    log = job_log.Log(PAGE)
+    log.read(io.BytesIO(text.encode()))
+    return "\n".join(explain.tell(log))
+
+
+# --- The page ---
+
+
+def test_each_message_of_the_page_is_found_with_what_stands_around_it():
+    for entry in PAGE:
+        for wording in entry.wordings:
+            words = wording.words.replace("…", "/data/run 7/x.pt")
+            line = f"[rank3]: RuntimeError: [/src/pair.cc:553] {words}, after 1800000ms\n"
+            log = job_log.Log(PAGE)
+            log.read(io.BytesIO(line.encode()))
+            assert [said.entry for said in log.said] == [entry], wording.words
+
+
+# --- Logs ---
+
+TORCHRUN = """\
+W1127 13:41:35.686000 17 torch/distributed/run.py:874] *****************************************
+[rank0]: Traceback (most recent call last):
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 41, in load
+[rank0]:   File "/home/a/train.py", line 60, in <module>
+[rank0]:     loss.backward()
+[rank1]:     return images[name]
+[rank1]: KeyError: 'cat'
+[rank0]:   File "/x/lib/python3.11/site-packages/torch/autograd/graph.py", line 9, in backward
+[rank0]: RuntimeError: [/src/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9435.
+E1127 13:41:59.254000 17 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 0
+Traceback (most recent call last):
+  File "/x/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Failures:
+[1]:
+  time      : 2026-11-27_13:41:59
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 172)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-27_13:41:59
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 171)
+"""
+KILLED = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 60, in <module>
+[rank0]: RuntimeError: [/src/gloo/pair.cc:553] Connection reset by peer
+Failures:
+[1]:
+  time      : 2026-11-27_13:45:44
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 23228)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-27_13:45:44
+  rank      : 5 (local_rank: 1)
+  exitcode  : -9 (pid: 23229)  (SIGKILL)
+"""
+SPAWNED = """\
+Traceback (most recent call last):
+  File "/home/a/train.py", line 9, in <module>
+    mp.spawn(train, nprocs=2)
+  File "/x/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 215, in join
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/x/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 88, in _wrap
+    fn(i, *args)
+  File "/home/a/train.py", line 4, in train
+    raise ValueError("no such digit")
+ValueError: no such digit
+"""
+LABELLED = """\
+0: epoch 1
+1: epoch 1
+0: Traceback (most recent call last):
+1: Traceback (most recent call last):
+0:   File "/home/a/train.py", line 60, in <module>
+1:   File "/home/a/train.py", line 12, in <module>
+0: RuntimeError: Timed out waiting 1800000ms for recv operation to complete
+1: FileNotFoundError: [Errno 2] No such file or directory: '/scratch/part-1.npy'
+1: slurmstepd: error: *** STEP 7.0 ON node2 CANCELLED ***
+"""
+ALL_WAIT = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Timed out waiting 60000ms for recv operation to complete
+  time      : 2026-11-27_13:45:44
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 23229)
+  time      : 2026-11-27_13:45:44
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 23228)
+"""
+NOT_ALIKE = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: DDP expects same model across all ranks, but Rank 0 has 2 params, while \
+rank 1 has inconsistent 4 params.
+[rank1]: Traceback (most recent call last):
+[rank1]: RuntimeError: DDP expects same model across all ranks, but Rank 1 has 4 params, while \
+rank 0 has inconsistent 2 params.
+"""
+CHAINED = """\
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/a/data.py", line 7, in read
+[rank2]: OSError: [Errno 5] Input/output error: 'a.png'
+
+[rank2]: The above exception was the direct cause of the following exception:
+
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/a/train.py", line 30, in <module>
+[rank2]: RuntimeError: the data set could not be read
+"""
+IN_TABLE = """\
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-27_13:41:59
+  rank      : 3 (local_rank: 3)
+  exitcode  : 1 (pid: 171)
+  error_file: /tmp/torchelastic/error.json
+  traceback : Traceback (most recent call last):
+    File "/home/a/train.py", line 44, in main
+      model.hidden
+  AttributeError: 'DistributedDataParallel' object has no attribute 'hidden'
+"""
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the tasks are dead.\n"
+COLOURED = """\
+\r 98%|##| 98/100 [00:12<00:01]\r\x1b[31m[rank1]: Traceback (most recent call last):\x1b[0m
+\r 99%|##| 99/100 [00:12<00:01]\r\x1b[31m[rank1]: \x1b[1mKeyError\x1b[0m: 'cat'\x1b[0m
+"""
+LOGS = {
+    "torchrun's, whose table names the wrong rank": (
+        TORCHRUN,
+        r"rank 1 failed: KeyError: 'cat'\n.*train.py:41, in load; line 8 of(.|\n)*Nothing is known"
+        r"(.|\n)*\nrank 0 only felt it: Connection closed by peer \(lesson 03, 19\)",
+    ),
+    "a rank is killed": (
+        KILLED,
+        r"rank 5 failed: exitcode : -9 \(SIGKILL\)\n(.|\n)*rank 0 only felt",
+    ),
+    "mp.spawn's": (SPAWNED, r"process 1 failed: ValueError: no such digit\n.*train.py:4, in train"),
+    "of srun --label": (
+        LABELLED,
+        r"task 1 failed: FileNotFound(.|\n)*train.py:12(.|\n)*task 0 only felt it: Timed out",
+    ),
+    "all wait, one is silent": (
+        ALL_WAIT,
+        r"rank 0 waited in vain, and no rank in this log says why:(.|\n)*rank 1 says nothing: look",
+    ),
+    "the ranks differ": (
+        NOT_ALIKE,
+        r"rank 0, 1 met another rank in the wrong call; either of them",
+    ),
+    "an error of an error": (
+        CHAINED,
+        r"rank 2 failed: OSError(.|\n)*data.py:7(.|\n)*rank 2 also said: RuntimeError: the",
+    ),
+    "the traceback is in the table": (IN_TABLE, r"rank 3 failed: AttributeError(.|\n)*train.py:44"),
+    "Slurm's own": (
+        OOM,
+        r"a process that does not tell its rank failed: slurmstepd(.|\n)*lesson 19",
+    ),
+    "a launcher's of this course": (
+        "rank 2 failed: ValueError: no such digit\n",
+        r"rank 2 failed: ValueError: no such digit\n",
+    ),
+    "coloured, after a progress bar": (COLOURED, r"rank 1 failed: KeyError: 'cat'"),
+    "nothing went wrong": ("epoch 1\nepoch 2\n", r"no error was found in 2 lines\n"),
+    "cut in the middle": (TORCHRUN[:480], r"rank 1 failed: KeyError: 'cat'"),
+    "cut before the error": (
+        TORCHRUN[:300],
+        r"no error was found(.|\n)*but the log ends in the middle",
+    ),
+}
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_a_log_says_who_and_why(log):
+    text, wanted = LOGS[log]
+    assert re.match(wanted, told(text)), told(text)
+
+
+def test_what_windows_and_containers_put_around_each_line_does_not_matter():
+    for before in (
+        "2026-11-27T13:41:35.123Z stderr F ",
+        "2026-11-27 13:41:35,123 ",
+        "worker-1  | ",
+    ):
+        for after in ("\n", "\r\n"):
+            text = re.sub("^", before, SPAWNED, flags=re.MULTILINE).replace("\n", after)
+            assert re.match(LOGS["mp.spawn's"][1], told(text)), told(text)
+
+
+# --- The command ---
+
+
+def explain_it(*names, **options):
+    return finish(start_program("bash", ROOT / "scripts" / "explain.sh", *names, **options))
+
+
+BAD = {
+    "nosuch.txt": "No such file or directory",
+    "empty.txt": "is empty",
+    "a folder": "is a folder",
+    "log.txt.gz": "is compressed: unpack it first",
+    "core": "is no text",
+}
+
+
+def test_bad_input_costs_one_line(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "log.txt.gz").write_bytes(gzip.compress(b"a log"))
+    (tmp_path / "core").write_bytes(b"\x7fELF\0\0\1")
+    for name, problem in BAD.items():
+        ended = explain_it(tmp_path / name)
+        assert (ended.returncode, ended.stdout) == (2, ""), name
+        assert re.fullmatch(f"explain: error: .*{problem}.*\n", ended.stderr), ended.stderr
+
+
+MEASURED = """
+import resource, sys
+from lockstep import explain
+
+explain.main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.stderr)
+with open("/proc/self/status") as status:  # getrusage would say what our parent had, too
+    print(*[line.split()[1] for line in status if line.startswith("VmHWM")], file=sys.stderr)
+"""
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+
+def cost_of(log):
+    """Return (what explain says of a file, seconds of the processor, bytes of memory at most)."""
+    command = [sys.executable, "-c", MEASURED, str(log)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    seconds, kilobytes = ended.stderr.split()
+    return ended.stdout, float(seconds), 1024 * int(kilobytes)
+
+
+@on_linux
+def test_a_long_log_costs_time_by_its_length_and_no_memory(tmp_path):
+    """Progress bars, colours and metrics, 10 and 100 MB, then an error."""
+    step = b"\x1b[32m[rank3]: epoch 3 loss=0.25 error rate 0.03 grad_norm 1.5\x1b[0m\n"
+    bar = b"".join(b"\r %d%%|##  | %d/100 [00:12<00:01, 8.2it/s]" % (n, n) for n in range(40))
+    part = (20 * step + bar + b"\n") * 3500
+    costs = []
+    for times in (1, 10):
+        with open(tmp_path / "log.txt", "wb") as file:
+            file.writelines([part] * times)
+            file.write(KILLED.encode())
+        words, *cost = cost_of(tmp_path / "log.txt")
+        assert words.startswith("rank 5 failed: exitcode : -9 (SIGKILL)")
+        costs.append(cost)
+    (short, little), (long, much) = costs
+    assert long < 15 * short
+    assert much < little + 2**24 < 200e6
+
+
+@on_linux
+def test_ten_megabytes_without_a_line_s_end_cost_no_memory(tmp_path):
+    (tmp_path / "log.txt").write_bytes(b"\r 3%|#   | Error 7" * 2**20 + b"\n" + KILLED.encode())
+    words, _, memory = cost_of(tmp_path / "log.txt")
+    assert words.startswith("rank 5 failed") and memory < 100e6
+
+
+# --- Real jobs ---
+
+SCRIPT = """
+import os, signal, time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    {fault}
+dist.barrier()
+"""
+FAULTS = {
+    "an error of its own": ("{}['cat']", r"rank 1 failed: KeyError: 'cat'\n.*train.py:7"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"rank 1 failed: exitcode : -9 \(SIGKILL\)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_torchrun_prints_is_understood(fault, tmp_path):
+    line, wanted = FAULTS[fault]
+    (tmp_path / "train.py").write_text(SCRIPT.format(fault=line))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = finish(start_program(*torchrun, tmp_path / "train.py", cwd=tmp_path))
+    (tmp_path / "log.txt").write_text(job.stdout + job.stderr)
+    ended = explain_it(tmp_path / "log.txt")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.match(wanted, ended.stdout), ended.stdout + job.stderr
+    assert "rank 0 only felt it" in ended.stdout or fault == "killed"
+    assert "OMP_NUM_THREADS" in ended.stdout
+
+
+def test_a_pipe_is_read_and_a_terminal_closed_on_torchrun_is_told(tmp_path):
+    """torchrun ends its processes when its terminal is closed, and says which signal came."""
+    (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    job = start_program(*torchrun, tmp_path / "train.py", cwd=tmp_path)
+    assert job.stdout.readline() == "here\n"
+    job.send_signal(signal.SIGHUP)
+    log = finish(job).stderr
+    command = ["bash", str(ROOT / "scripts" / "explain.sh")]
+    options = {"capture_output": True, "text": True, "env": ENVIRONMENT}
+    ended = subprocess.run(command, input=log, **options)
+    assert "got signal: 1\n" in ended.stdout and "tmux" in ended.stdout, ended.stdout + log
