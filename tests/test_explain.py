@@ -323,15 +323,20 @@ def test_what_torchrun_prints_is_understood(fault, tmp_path):
     assert "OMP_NUM_THREADS" in ended.stdout
 
 
-def test_a_pipe_is_read_and_a_terminal_closed_on_torchrun_is_told(tmp_path):
-    """torchrun ends its processes when its terminal is closed, and says which signal came."""
+SIGNALS = {"got signal: 1": (signal.SIGHUP, "tmux"), "got signal: 2": (signal.SIGINT, "Ctrl-C")}
+
+
+@pytest.mark.parametrize("words", SIGNALS)
+def test_a_pipe_is_read_and_the_signal_that_ended_torchrun_is_told(words, tmp_path):
+    """SIGHUP comes when the terminal is closed."""
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     job = start_program(*torchrun, tmp_path / "train.py", cwd=tmp_path)
     assert job.stdout.readline() == "here\n"
-    job.send_signal(signal.SIGHUP)
+    number, cure = SIGNALS[words]
+    job.send_signal(number)
     log = finish(job).stderr
     command = ["bash", str(ROOT / "scripts" / "explain.sh")]
     options = {"capture_output": True, "text": True, "env": ENVIRONMENT}
     ended = subprocess.run(command, input=log, **options)
-    assert "got signal: 1\n" in ended.stdout and "tmux" in ended.stdout, ended.stdout + log
+    assert f"{words}\n" in ended.stdout and cure in ended.stdout, ended.stdout + log
