@@ -192,11 +192,11 @@ LOGS = {
         r"rank 2 failed: ValueError: no such digit\n",
     ),
     "coloured, after a progress bar": (COLOURED, r"rank 1 failed: KeyError: 'cat'"),
-    "nothing went wrong": ("epoch 1\nepoch 2\n", r"no error was found in 2 lines\n"),
+    "nothing went wrong": ("epoch 1\nepoch 2\n", r"no process tells of an error in 2 lines\n(.|\n)*stands still"),
     "cut in the middle": (TORCHRUN[:480], r"rank 1 failed: KeyError: 'cat'"),
     "cut before the error": (
         TORCHRUN[:300],
-        r"no error was found(.|\n)*but the log ends in the middle",
+        r"no process tells of an error(.|\n)*but the log ends in the middle",
     ),
 }
 

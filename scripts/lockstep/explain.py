@@ -13,8 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from lockstep import errors
-from lockstep.ending import own_exit_codes
+from lockstep import errors, launched
 from lockstep.flags import Flags
 from lockstep.job_log import Log, Said
 
@@ -25,6 +24,7 @@ UNKNOWN = "a process that does not tell its rank"
 
 def main(arguments):
     """Explain logs; return the exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # explain.sh log.txt | head -1
     parser = Flags("explain", description=__doc__)
     parser.add_argument("logs", nargs="*", metavar="log.txt", help="or - for what is piped in")
     args = parser.parse_args(arguments)
@@ -68,7 +68,9 @@ HEADS = {
 
 def tell(log):
     """Return the lines that a reader sees."""
-    failed = [said for said in [*ended_by_signals(log), *log.said] if said.role != errors.WARNING]
+    ended = list(ended_by_signals(log))
+    failed = [said for said in [*ended, *log.said] if said.role != errors.WARNING]
+    failed = failed or [said for said in log.bare if said.role != errors.WARNING]
     warned = [said for said in log.said if said.role == errors.WARNING and said.entry]
     if not failed:
         return [*nothing(log), *warnings(warned)]
@@ -84,19 +86,12 @@ def tell(log):
 
 
 def ended_by_signals(log):
-    """Return what torchrun and mp.spawn say of processes that a signal has ended, as Said."""
-    order = sorted(reversed(log.exits.items()), key=lambda ended: ended[1].timestamp)
-    codes = own_exit_codes(dict(order))  # torchrun names the first of them last
-    signals = {who: f"exitcode : {code} ({name(code)})" for who, code in codes.items() if code < 0}
-    for who, how in [*signals.items(), *log.left.items()]:
-        entry = log.find(how)
-        if entry:
-            yield Said(who, how, entry.role, entry)
-
-
-def name(code):
-    """Return the name of the signal behind an exit code, such as SIGKILL of -9."""
-    return signal.Signals(-code).name
+    """Return what launchers say of processes that a signal has ended, as Said."""
+    for who, code in log.launchers.order.items():
+        entry = log.find(launched.named(code)) if code < 0 else None
+        if code < 0:
+            role = entry.role if entry else errors.CAUSE
+            yield Said(who, launched.named(code), role, entry)
 
 
 def alike(one, other):
@@ -110,9 +105,8 @@ def of_cause(cause, same, log):
     """Return the lines on what has failed, and what to do."""
     head = f"{listed(said.who for said in same)} {HEADS[cause.role]}: {cause.text[:300]}"
     lines = [*wrapped(head, indent=""), *wrapped(seen(cause))]
-    silent = log.exits.keys() - {said.who for said in log.said}
-    if silent and cause.role in (errors.WAIT, errors.ECHO):
-        lines += wrapped(f"{listed(silent)} says nothing: look there first")
+    if cause.role in (errors.WAIT, errors.ECHO):
+        lines += silent(log)
     if not cause.entry:
         return [*lines, "  Nothing is known here of this message."]
     entry = cause.entry
@@ -121,15 +115,30 @@ def of_cause(cause, same, log):
     return [*lines, *wrapped(entry.happened), *wrapped(f"do: {entry.cure}"), where]
 
 
+def silent(log):
+    """Return a line on the processes that have ended and said nothing in this log."""
+    heard = {said.who for said in log.said}
+    quiet = [who for who in log.launchers.order if who not in heard]
+    return wrapped(f"{listed(quiet)} says nothing: look there first") if quiet else []
+
+
 def nothing(log):
-    """Return the lines on a log in which no error was found."""
-    found = f"no error was found in {log.lines:,} lines"
+    """Return the lines on a log in which no process tells of an error."""
+    found = f"no process tells of an error in {log.lines:,} lines"
+    first = next(iter(log.launchers.order), None)
+    if first:
+        code = launched.named(log.launchers.order[first])
+        return [
+            f"{first} ended first ({code}), and says nothing in this log: look for its own output"
+        ]
+    if log.launchers.trouble:
+        return [f"{found}, but the job has failed:", *wrapped(log.launchers.trouble[:300])]
     if log.open:
         return [f"{found}, but the log ends in the middle of a traceback"]
     return [
         found,
         "  A job that stands still says nothing for half an hour (gloo) or ten minutes (nccl):",
-        f"  lesson 19 finds out who waits for whom; {PAGE}#nothing-at-all",
+        f"  lesson 19 finds out who waits for whom; {PAGE}, Hanging",
     ]
 
 
@@ -164,9 +173,14 @@ def listed(names):
     kinds = {}
     for name in dict.fromkeys(names):
         kind, _, number = name.rpartition(" ")
-        kinds.setdefault(kind or UNKNOWN, []).extend([int(number)] if number else [])
-    told = [f"{kind} {', '.join(map(str, sorted(kinds[kind])))}".strip() for kind in kinds]
+        kinds.setdefault(kind or UNKNOWN, []).extend([number] if number else [])
+    told = [f"{kind} {', '.join(sorted(kinds[kind], key=by_number))}".strip() for kind in kinds]
     return " and ".join(told)
+
+
+def by_number(name):
+    """Sort 2 before 10."""
+    return (len(name), name)
 
 
 def in_short(said):
