@@ -26,6 +26,16 @@ class Op(NamedTuple):
     other: int  # rank
     tag: int
 
+    @property
+    def peer(self):
+        return self.other
+
+    @property
+    def op(self):
+        import torch.distributed as dist
+
+        return dist.isend if self.sends else dist.irecv
+
 
 class Rank:
     """What one rank has done.
@@ -71,6 +81,7 @@ class Work:
             place[:length] = came[:length]
         elif first and not same(self.op.tensor, self.copy):
             self.rank.wrong.append("a buffer is changed while it is being sent")
+        self.op = self.op._replace(tensor=None)  # what is through keeps no memory alive
         return True
 
 
