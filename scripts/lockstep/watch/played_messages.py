@@ -25,10 +25,13 @@ class Op(NamedTuple):
     tensor: object
     other: int  # rank
     tag: int
+    group = None  # this, op and peer: for those who read a P2POp, as torch.distributed.pipelining
 
     @property
     def peer(self):
         return self.other
+
+    group_peer = peer
 
     @property
     def op(self):
