@@ -15,11 +15,13 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
@@ -35,8 +37,10 @@ from nbtools.run import process_group
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
+def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None, usual=None):
     """Run a lesson's script as it is, then with each of its breaks, on `nproc` ranks.
+
+    A break is tried on the `usual` number of ranks, or 2, unless its row has other numbers.
 
     The script as it is runs on each of them, a break only where it is to be tried. With two
     machines, half of the ranks are told that they run on the second, and 3 ranks are the fewest, so
@@ -55,7 +59,7 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
     for name, (part, other, *_) in breaks.items():
         assert source.count(part) == 1, f"{name}: {part!r} is there {source.count(part)} times"
         sources[name] = source.replace(part, other)
-    where = {name: row[2] if row[2:] else (machines + 1,) for name, row in breaks.items()}
+    where = {name: row[2] if row[2:] else (usual or machines + 1,) for name, row in breaks.items()}
     if lesson.frameworks():
         numbers = nproc if isinstance(nproc, tuple) else (nproc,)
         several = "torch" in lesson.compares_with
@@ -75,6 +79,10 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None):
                 said[name] = run(verdict_of_one_process, 1, lesson, text, words)[0]
             else:
                 said |= run(verdicts, 1, {name: text}, words, machines)[0]
+    elif lesson.start == lessons.ITSELF and lesson.proof.exists():
+        with ThreadPoolExecutor(3) as pool:
+            ways = pool.map(partial(verdict_of_examination, lesson, words), sources.values())
+            said = dict(zip(sources, ways, strict=True))
     elif lesson.start == lessons.ITSELF:
         with ThreadPoolExecutor(3) as pool, tempfile.TemporaryDirectory() as folder:
             places = [(Path(folder, f"{name}.py"), text) for name, text in sources.items()]
@@ -92,7 +100,8 @@ def judge_breaks(said):
     """Fail if the script as it is does not say PASS, or if one of its breaks does."""
     passed, claim = said.pop("as it is")
     assert passed, claim
-    assert {name: claim for name, (passed, claim) in said.items() if passed} == {}
+    survived = {name: claim for name, (passed, claim) in said.items() if passed}
+    assert survived == {}, survived
 
 
 def judge_beside_torch(sources, where, numbers, flags):
@@ -235,17 +244,23 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
         sources = {name: source for name, source in sources.items() if name not in said}
     with tempfile.TemporaryDirectory() as folder:
         places = {name: str(Path(folder, str(n))) for n, name in enumerate(sources)}
-        for place in places.values():
+        turns = {name: [([], 0)] for name in sources}
+        for name, place in places.items():
             Path(place).mkdir()
-        ports = free_ports(len(sources)) if lesson.start == lessons.BY_HAND else None
-        given = sources, places, flags, proof.KEEP_VALUES, machines, ports
+            if hasattr(proof, "turns"):
+                turns[name] = proof.turns(args, nproc, place)
+        by_hand = lesson.start == lessons.BY_HAND
+        ports = dict(zip(sources, free_ports(len(sources)), strict=True)) if by_hand else None
+        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        given = sources, places, flags, values, machines, turns, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
             failed = next((of_rank[name] for of_rank in ended if of_rank[name]), None)
             if failed:  # the script's own words, and no PASS
                 said[name] = False, failed
                 continue
-            (job,) = read.read(place, by_torchrun=True)
+            jobs = read.read(place, by_torchrun=True)
+            job = jobs if hasattr(proof, "turns") else jobs[0]
             with patch.object(proof, "lesson", as_module(sources[name])):
                 verdict = proof.judge(job, args, nproc, "torchrun")
             said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
@@ -259,7 +274,7 @@ def as_module(source):
     return module
 
 
-def run_watched(rank, world_size, sources, places, flags, values, machines, ports):
+def run_watched(rank, world_size, sources, places, flags, values, machines, turns, ports):
     """Run each source on this rank, watched; return {name: why it could not be, or None}.
 
     With ports, a source joins a group of its own, and is told to meet there.
@@ -267,22 +282,30 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, port
     import torch.distributed as dist
     from lockstep.watch import facts, hooks
 
-    ended = {}
+    ended, begun = {}, False
     if ports:
         dist.destroy_process_group()
-    for number, (name, source) in enumerate(sources.items()):
-        os.environ |= facts.environment(places[name], "script.py", 0, values)
-        if number == 0:
+    all_turns = [(name, n, turn) for name in sources for n, turn in enumerate(turns[name])]
+    for name, number, (more, after) in all_turns:
+        if ended.get(name):
+            continue
+        place = Path(places[name], f"turn_{number}")
+        place.mkdir(exist_ok=True)
+        os.environ |= facts.environment(place, "script.py", 0, *values)
+        os.environ["LOCKSTEP_WATCH_SIGTERM"] = str(after)
+        if not begun:
             hooks.start()
+            begun = True
         forget()
         tell_place(rank, world_size, machines)
         if ports:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[name])}
         try:
-            run_main(rank, world_size, source, flags, joins=bool(ports))
+            run_main(rank, world_size, sources[name], [*flags, *more], joins=bool(ports))
             ended[name] = None
         except SystemExit as stop:
-            ended[name] = str(stop) if stop.code else None
+            stopped = after and stop.code == 128 + signal.SIGTERM  # as its turn wants it
+            ended[name] = str(stop) if stop.code and not stopped else None
         except Exception as error:
             error.add_note(f"in the break {name!r}")
             raise
@@ -297,6 +320,26 @@ def verdict_of_one_process(rank, world_size, lesson, source, flags):
     with contextlib.redirect_stdout(io.StringIO()), proof.watched(args) as seen:
         proof.lesson.main(proof.lesson.parse_args(flags))
     verdict = proof.judge(seen, args, args.nproc, "none")
+    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+
+
+def verdict_of_examination(lesson, flags, source):
+    """Return (passed, claim) of a source whose ranks its proof starts, in a warm process."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, lesson.script.name).write_text(source)
+        return run(be_examined, 1, lesson, folder, flags, deadline=1500)[0]
+
+
+def be_examined(rank, world_size, lesson, folder, flags):
+    """Let the proof of a lesson examine the script in a folder, in this process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    sys.path.insert(0, folder)  # the proof and the patients import the script from here
+    proof = proofs.of_lesson(lesson)
+    args = proofs.read_flags(lesson.script, flags, 1, 1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        verdict = proof.examine(args)
     return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
 
 

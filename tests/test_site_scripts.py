@@ -21,6 +21,7 @@ from IPython.core.pylabtools import print_figure
 from nbtools import pictures
 from nbtools.record import Saved
 from PIL import Image
+from proofs import lesson_18 as proof_18
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -198,7 +199,7 @@ def test_memory_is_what_four_ranks_of_lesson_18_keep():
     """Its numbers have 8 bytes, twice those of float32; Adam counts steps, 4 bytes a module."""
     found = re.findall(r"(?m)^stage (\d): ({.*})$", printed_by("lesson_18_sharding"))
     assert [stage for stage, _ in found] == ["1", "2", "3"]
-    counts = sharding.modules_of(sharding.Transformer())
+    counts = proof_18.modules_of(sharding.Transformer())
     padded = sum(-(-count // 4) * 4 for count in counts)
     for parameters, most in ((padded, 0), (sum(counts), 8 * (padded - sum(counts)))):
         numbers = {"parameters": parameters, "precision": "float32", "layers": 0}

@@ -5,6 +5,7 @@ strip     one column of boxes for each moment, one panel of arrows for each step
 rounds    what ranks send in a function, for such a strip: threads play them
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
+shares    which part of something each rank holds
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
@@ -32,6 +33,7 @@ __all__ = [
     "matrices",
     "record",
     "rounds",
+    "shares",
     "strip",
     "verdicts",
     "waits",
@@ -193,7 +195,7 @@ def strip(events, title, places, steps=None, holds=None):
 
 
 def rounds(world_size, act, holds):
-    """Let threads play ranks (lockstep/watch/played_messages.py); return what they send, for a strip.
+    """Let threads play ranks (watch/played_messages.py); return what they send, for a strip.
 
     Each calls act(rank, world_size). Returns (events, with a step for each round; places; boxes):
     a box has the numbers of the list holds(rank), in lines of two.
@@ -355,3 +357,25 @@ def _told_lanes(title, order, bars, start):
 def _without_none(event):
     """Return a Span, Message or Collective as a dict, without the fields that are not set."""
     return {name: value for name, value in event._asdict().items() if value is not None}
+
+
+def shares(axes, held, looks):
+    """Draw which part of something each rank holds: a lane for each, and in it bars by kind.
+
+    held: for each rank [(kind, its first number, how many)]; looks: {kind: (look, height)}, from
+    top to bottom, a look as in hatch(). A legend, if wanted, is the caller's.
+    """
+    step, tops, top = 0.8 / sum(height for _, height in looks.values()), {}, 0.05
+    for kind, (_, height) in looks.items():
+        tops[kind], top = top, top + step * height
+    told = set()
+    for rank, found in enumerate(held):
+        for kind, first, numbers in found:
+            look, height = looks[kind]
+            label = None if kind in told else kind
+            place = (rank + tops[kind], step * height)
+            axes.broken_barh([(first, numbers)], place, **hatch(look), label=label)
+            told.add(kind)
+    ranks = range(len(held))
+    axes.set(ylim=(len(held), 0), yticks=[rank + 0.45 for rank in ranks])
+    axes.set(yticklabels=[f"rank {rank}" for rank in ranks])

@@ -3,13 +3,13 @@
 import errno
 import math
 import os
-import resource
-import signal
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
+from lockstep.watch.kills import fate
 from nbtools import RankFailed, run
 
 # --- Task 1: build ---
@@ -90,65 +90,12 @@ def _order(calls, data, folder):
     return None
 
 
-def _killed(attempt, path, limit=None, moment=None):
-    """Let a child write, killed when the file reaches `limit` bytes, or at its `moment`-th moment.
-
-    A moment is just before one of its lines, or before a file is renamed, removed or truncated,
-    wherever that is written. Return True if the child was killed, False if it came to its end
-    before that. Raises FileExistsError if the child did so, because of a file that a child before
-    it has left.
-    """
-    child = os.fork()
-    if child == 0:
-        if limit is not None:  # the kernel sends SIGXFSZ to who writes more; by default it kills
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file of the killed child
-        counted = 0
-
-        def count():
-            nonlocal counted
-            counted += 1
-            if counted == moment:
-                os._exit(9)  # like a kill: nothing is flushed, no `finally` runs
-
-        def trace(frame, event, _):
-            if frame.f_code.co_filename != attempt.__code__.co_filename:
-                return None
-            if event == "line":
-                count()
-            return trace
-
-        def hook(event, arguments):
-            if event in ("os.rename", "os.remove", "os.truncate"):
-                count()
-
-        sys.addaudithook(hook)
-        sys.settrace(trace if moment else None)
-        try:
-            attempt(NEW, path)
-        except FileExistsError:
-            os._exit(errno.EEXIST)
-        finally:
-            os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == errno.EEXIST:
+def _fate(attempt, path, **when):
+    """Return how a killed write ends; raise FileExistsError if an unfinished file stops it."""
+    end = fate(attempt, NEW, path, **when)
+    if end == errno.EEXIST:
         raise FileExistsError("the unfinished file of a killed run stops the next write")
-    return code != 0
-
-
-def _complains(attempt, path):
-    """Let a child write on a disk that is full; return whether the attempt raises an OSError."""
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, resource.RLIM_INFINITY))
-        try:  # Python ignores SIGXFSZ, so a write that goes beyond the limit is an OSError
-            attempt(NEW, path)
-        except OSError:
-            os._exit(errno.EFBIG)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG
+    return end
 
 
 def _examine(rank, world_size, attempt):
@@ -173,7 +120,7 @@ def _examine(rank, world_size, attempt):
             return "it leaves a descriptor open at each call: os.close what you os.open"
         for limit in (0, 1, len(NEW) // 2, len(NEW) - 1):
             path.write_bytes(OLD)
-            if not _killed(attempt, path, limit=limit):
+            if _fate(attempt, path, limit=limit) >= 0:
                 return f"a disk that is full after {limit} bytes went unnoticed"
             if not path.exists() or path.read_bytes() != OLD:
                 size = path.stat().st_size if path.exists() else "no"
@@ -181,17 +128,18 @@ def _examine(rank, world_size, attempt):
                     f"killed while it writes byte {limit + 1:,}, it leaves {size} bytes of a file"
                 )
         path.write_bytes(OLD)
-        if not _complains(attempt, path) or path.read_bytes() != OLD:
+        full = _fate(attempt, path, limit=len(NEW) // 2, kills=False)
+        if full != errno.EFBIG or path.read_bytes() != OLD:
             return "the disk is full, and it returns as if all were saved: let the OSError through"
-        moment, killed = 0, True
-        while killed:
-            moment += 1
+        for moment in count(1):
             path.write_bytes(OLD)
-            killed = _killed(attempt, path, moment=moment)
+            killed = _fate(attempt, path, moment=moment) < 0
             if not path.exists() or path.read_bytes() not in (OLD, NEW):
                 return "killed between two of its steps, it leaves neither the old file nor the new"
+            if not killed:
+                break
         path.write_bytes(OLD)
-        _killed(attempt, path, limit=len(NEW) - 1)
+        _fate(attempt, path, limit=len(NEW) - 1)
         attempt(SHORT, path)
         if path.read_bytes() != SHORT:
             return "after a killed long write, a short one ends with a part of the long one"

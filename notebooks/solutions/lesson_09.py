@@ -8,9 +8,7 @@ from torch import nn
 
 # --- Task 1: predict ---
 
-variance_of_all_rows = (
-    16.5  # (6 * 3 + 18 * 5) / 24 within the parts, (6 * 36 + 18 * 4) / 24 between
-)
+variance_of_all_rows = 16.5  # (6 * 3 + 18 * 5) / 24 within, (6 * 36 + 18 * 4) / 24 between
 
 
 def check_variance_of_all_rows(guess):
@@ -48,27 +46,18 @@ def statistics_of_all_images(rank, world_size, images):
     return mean.to(images.dtype), variance.to(images.dtype)
 
 
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+NEAR, FAR = (0, 3e3, -7e3), (0, 1e8, -3e8)
+
 # Name: (images on rank 0, mean of each channel, type, height and width, tolerance).
 CASES = {
-    "parts of different sizes": (2, (0, 1, 2), torch.float64, (4, 2), 1e-10),
-    "no image on rank 0": (0, (0, 1, 2, 3, 4), torch.float64, (3, 5), 1e-10),
-    "no image on the last rank": (-1, (0, 1, 2), torch.float64, (3, 5), 1e-10),
-    "float32, and channel means of 0, 3,000 and -7,000": (
-        2,
-        (0, 3e3, -7e3),
-        torch.float32,
-        (4, 2),
-        5e-3,
-    ),
-    "float64, and channel means of 0, 100 million and -300 million": (
-        2,
-        (0, 1e8, -3e8),
-        torch.float64,
-        (4, 2),
-        1e-3,
-    ),
-    "float16, and sums above 65,504": (2, (100, 50, -100), torch.float16, (20, 20), 1e-3),
-    "bfloat16, and thousands of pixels": (2, (100, 10, 0), torch.bfloat16, (20, 20), 8e-3),
+    "parts of different sizes": (2, (0, 1, 2), F64, (4, 2), 1e-10),
+    "no image on rank 0": (0, (0, 1, 2, 3, 4), F64, (3, 5), 1e-10),
+    "no image on the last rank": (-1, (0, 1, 2), F64, (3, 5), 1e-10),
+    "float32, and channel means of 0, 3,000 and -7,000": (2, NEAR, F32, (4, 2), 5e-3),
+    "float64, and channel means of 0, 100 million and -300 million": (2, FAR, F64, (4, 2), 1e-3),
+    "float16, and sums above 65,504": (2, (100, 50, -100), F16, (20, 20), 1e-3),
+    "bfloat16, and thousands of pixels": (2, (100, 10, 0), BF16, (20, 20), 8e-3),
 }
 
 

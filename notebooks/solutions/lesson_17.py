@@ -7,7 +7,9 @@ from unittest.mock import patch
 import lesson_17_ddp_from_scratch as lesson
 import torch
 import torch.distributed as dist
+from lockstep.watch.played_gloo import late, sent, waits_early
 from nbtools import RankFailed, run
+from proofs.lesson_17 import difference
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -69,42 +71,44 @@ class Chain(nn.Module):
 LIMIT = 2 * (16 * 16 + 16) * 8  # bytes of two of the layers in float64
 
 
+all_reduce = dist.all_reduce  # the library's
+
+
 class Watch:
     """A model in a job of this rank, and the order of what happens to it: `events`.
 
-    An event is the number of a layer whose weight has its gradient, or ("sent", bytes). `calls`:
-    how many all-reduces a step needs.
+    An event is the number of a layer whose weight has its gradient, or ("all_reduce", bytes), or
+    ("wait", bytes).
     """
 
-    def __init__(self, calls):
+    def __init__(self):
         torch.manual_seed(0)
         self.model = Chain().double()
         self.twin, self.events = copy.deepcopy(self.model), []
         note = self.events.append
         for number, layer in enumerate(self.model.layers):
             layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: note(n))
-        self.late = lesson.Late(calls)
-
-    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        self.events.append(("sent", tensor.nbytes))
-        return self.late(tensor, op, group, async_op)
-
-    def sent(self):
-        return [event[1] for event in self.events if isinstance(event, tuple)]
+        self.all_reduce = late(all_reduce, note)
 
     def sent_before(self, layer):
         """Return how many all-reduces begin before the gradient of a layer's weight is there."""
-        return sum(isinstance(event, tuple) for event in self.events[: self.events.index(layer)])
+        return len(sent(self.events[: self.events.index(layer)]))
 
-    def off(self, micro_batches, order):
+    def step(self, rows, finish, order=range(6)):
+        """Make a step that sends; only what happens in it is in `events` then."""
+        self.events.clear()
+        mse_loss(self.model(rows, order), rows.flip(1)).backward()
+        finish()
+
+    def off(self, micro_batches, order=range(6)):
         """Return how far the gradients are from the mean over all ranks."""
         self.twin.zero_grad()
         for rows in micro_batches:
             mse_loss(self.twin(rows, order), rows.flip(1)).backward()
         for p in self.twin.parameters():
-            lesson.all_reduce(p.grad)
+            all_reduce(p.grad)
             p.grad /= dist.get_world_size()
-        return lesson.difference(self.model, self.twin)
+        return difference(self.model, self.twin)
 
 
 def refuse_the_library(*args, **kwargs):
@@ -123,7 +127,9 @@ def examined(watch):
 
 def of_any_rank(problem):
     """Return the first rank's problem, the same on all ranks, or None."""
-    return next((found for found in lesson.from_all_ranks(problem) if found), None)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    return next(filter(None, everyone), None)
 
 
 def off_by(off):
@@ -143,47 +149,59 @@ SIZES = [LIMIT] * 3  # bytes of the buckets
 
 def wrong_in_sending(watch, off):
     """Return what is wrong with a step that sends buckets, about a rank, or None."""
-    sent = watch.sent()
-    if off < 1e-12 and not sent:
+    sizes = sent(watch.events)
+    if off < 1e-12 and not sizes:
         return " calls nothing by the name dist.all_reduce, the only one that this check sees"
     if not off < 1e-12:
         return off_by(off)
-    if sent != SIZES:
-        return f" begins {len(sent)} all-reduces, of {sent} bytes; the buckets have {SIZES}"
+    if sizes != SIZES:
+        return f" begins {len(sizes)} all-reduces, of {sizes} bytes; the buckets have {SIZES}"
     if watch.sent_before(3) < 1 or watch.sent_before(1) < 2:
         return " lets a bucket wait that is full: the next layer has its gradient before it leaves"
-    if watch.late.blocking:
+    if waits_early(watch.events):
         return " waits before all buckets have left: use async_op=True, and wait in finish()"
     return None
 
 
-def examine_overlapped(rank, world_size, attempt):
-    """Make two steps with the attempt; return the first problem of any rank, or None."""
-    watch = Watch(len(SIZES))
+def examine_sending(rank, world_size, attempt, pauses):
+    """Make two steps with the attempt; return the first problem of any rank, or None.
+
+    If it `pauses`, a step has three micro-batches, and the second one an error inside no_sync.
+    """
+    watch = Watch()
     with examined(watch):
-        finish = attempt(watch.model, LIMIT)
+        made = attempt(watch.model, LIMIT)
+        finish, no_sync = made if pauses else (made, None)
         for step in (1, 2):
-            rows = rows_of(rank, step)
+            parts = [rows_of(rank, 10 * step + part) for part in range(3 if pauses else 1)]
             watch.model.zero_grad()
             watch.events.clear()
-            mse_loss(watch.model(rows), rows.flip(1)).backward()
-            finish()
-            problem = wrong_in_sending(watch, watch.off([rows], range(6)))
-            if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
+            for rows in parts[:-1]:
+                with no_sync():
+                    mse_loss(watch.model(rows), rows.flip(1)).backward()
+            early, after = sent(watch.events), ""
+            if pauses and step == 2:
+                after = ", after an error inside no_sync"
+                with contextlib.suppress(ValueError), no_sync():
+                    raise ValueError
+            watch.step(parts[-1], finish)
+            problem = wrong_in_sending(watch, watch.off(parts))
+            problem = f" sends {sum(early)} bytes inside no_sync" if early else problem
+            if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}{after}"):
                 return problem
     return None
 
 
 def check_overlapped(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
-    return on_ranks(examine_overlapped, attempt)
+    return on_ranks(examine_sending, attempt, False)
 
 
-def on_ranks(examine, attempt):
+def on_ranks(examine, *given):
     """Return what 2 ranks find wrong, else what 3 ranks do, else None."""
     for nproc in (2, 3):
         try:
-            problem = run(examine, nproc, attempt, deadline=30)[0]
+            problem = run(examine, nproc, *given, deadline=30)[0]
         except RankFailed as error:
             return f"with {nproc} ranks: {error}"
         if problem:
@@ -232,35 +250,9 @@ def pausable(model, limit):
     return finish, no_sync
 
 
-def examine_pausable(rank, world_size, attempt):
-    """Add up three micro-batches in each of two steps, the second with an error; find a problem."""
-    watch = Watch(len(SIZES))
-    with examined(watch):
-        finish, no_sync = attempt(watch.model, LIMIT)
-        for step in (1, 2):
-            parts = [rows_of(rank, 10 * step + part) for part in range(3)]
-            watch.model.zero_grad()
-            watch.events.clear()
-            for rows in parts[:2]:
-                with no_sync():
-                    mse_loss(watch.model(rows), rows.flip(1)).backward()
-            early = watch.sent()
-            if step == 2:
-                with contextlib.suppress(ValueError), no_sync():
-                    raise ValueError
-            watch.events.clear()
-            mse_loss(watch.model(parts[2]), parts[2].flip(1)).backward()
-            finish()
-            problem = wrong_in_sending(watch, watch.off(parts, range(6)))
-            problem = f" sends {sum(early)} bytes inside no_sync" if early else problem
-            if problem := of_any_rank(problem and f"step {step}: rank {rank}{problem}"):
-                return f"{problem}, after an error inside no_sync" if step == 2 else problem
-    return None
-
-
 def check_pausable(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
-    return on_ranks(examine_pausable, attempt)
+    return on_ranks(examine_sending, attempt, True)
 
 
 # --- Task 4: repair ---
@@ -291,7 +283,7 @@ def average_each(model):
 
 def examine_average_each(rank, world_size, attempt):
     """Let ranks call layers in the same order twice, then in others; return a problem, or None."""
-    watch = Watch(12)
+    watch = Watch()
     total = sum(p.nbytes for p in watch.model.parameters())
     turned = [*range(rank % 3, 6), *range(rank % 3)]
     orders = {"first step": [*range(6)], "the same order": [*range(6)], "another order": turned}
@@ -300,18 +292,15 @@ def examine_average_each(rank, world_size, attempt):
         for name, order in orders.items():
             rows, problem = rows_of(rank, 1), None
             watch.model.zero_grad()
-            watch.events.clear()
-            watch.late.blocking = 0
-            mse_loss(watch.model(rows, order), rows.flip(1)).backward()
-            finish()
-            off, sent, early = watch.off([rows], order), watch.sent(), watch.sent_before(2)
+            watch.step(rows, finish, order)
+            off, sizes, early = watch.off([rows], order), sent(watch.events), watch.sent_before(2)
             if not off < 1e-12:
                 problem = off_by(off)
-            elif sum(sent) > total or len(sent) > 12:
-                problem = f" sends {sum(sent)} bytes in {len(sent)} messages; it needs {total}"
+            elif sum(sizes) > total or len(sizes) > 12:
+                problem = f" sends {sum(sizes)} bytes in {len(sizes)} messages; it needs {total}"
             elif name == "the same order" and early < 4:
                 problem = f" begins only {early} all-reduces before layer 2 has its gradient"
-            elif name == "the same order" and watch.late.blocking:
+            elif name == "the same order" and waits_early(watch.events):
                 problem = " waits before all have left: use async_op=True, and wait in finish()"
             if problem := of_any_rank(problem and f"{name}: rank {rank}{problem}"):
                 return problem

@@ -5,14 +5,21 @@ from unittest.mock import patch
 import lesson_18_sharding as lesson
 import torch
 import torch.distributed as dist
+from lockstep.watch.storages import Memory
 from nbtools import run
-from torch import nn
+from proofs import lesson_18 as proof
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # --- Task 1: predict ---
 
-kept_by_eight = sum(lesson.formulas(lesson.modules_of(lesson.Transformer()), 8, 2)[0].values())
+
+def kept(ranks, stage):
+    """Return the bytes that one of so many ranks keeps."""
+    return sum(proof.formulas(proof.modules_of(lesson.Transformer()), ranks, stage)[0].values())
+
+
+kept_by_eight = kept(8, 2)
 
 
 def check_kept_by_eight(guess):
@@ -20,11 +27,9 @@ def check_kept_by_eight(guess):
     if abs(guess / kept_by_eight - 1) < 0.005:
         return None
     for stage in (1, 3):
-        others = lesson.formulas(lesson.modules_of(lesson.Transformer()), 8, stage)[0]
-        if abs(guess / sum(others.values()) - 1) < 0.005:
+        if abs(guess / kept(8, stage) - 1) < 0.005:
             return f"that is stage {stage}: what is whole in stage 2, and what is dealt out?"
-    by_four = lesson.formulas(lesson.modules_of(lesson.Transformer()), 4, 2)[0]
-    if abs(guess / sum(by_four.values()) - 1) < 0.005:
+    if abs(guess / kept(4, 2) - 1) < 0.005:
         return "that is what one of four ranks keeps"
     return "add up parameters, gradients and Adam's two averages, each of 8 bytes a number"
 
@@ -34,8 +39,7 @@ def check_kept_by_eight(guess):
 
 def my_part_of_the_sum(flat):
     """Return this rank's part of the sum of `flat` over the ranks."""
-    lesson.reduce_scatter(flat)
-    return flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return lesson.reduce_scatter(flat).clone()
 
 
 class Sent(TorchDispatchMode):
@@ -111,11 +115,11 @@ def examine_forward(rank, world_size, attempt):
     right = x
     for whole in wholes:
         right = torch.tanh(right @ whole)
-    memory = lesson.Memory(nn.Identity(), x, *shards)
+    memory = Memory(x, *shards)
     collectives = {name: let_go(memory, getattr(dist, name)) for name in GATHERING}
     with memory, torch.no_grad(), patch.multiple(dist, **collectives):
         answer = attempt(shards, (WIDTH, WIDTH), x)
-    most = lesson.replay([([], []), (memory.events, [])])[1]["besides"]
+    most = memory.told()["peak"]["setup"]
     close = isinstance(answer, torch.Tensor) and answer.shape == right.shape
     return close and torch.allclose(answer, right, rtol=0, atol=1e-12), most
 

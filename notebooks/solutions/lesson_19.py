@@ -3,10 +3,10 @@
 import os
 from datetime import timedelta
 
-import lesson_19_hang_clinic as lesson
 import torch
 import torch.distributed as dist
 from nbtools import RankFailed, run, wait_for_all
+from proofs import lesson_19 as proof
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +35,7 @@ def examine(rank, world_size, attempt):
         returned = attempt(rank, world_size, STEPS, ROWS)
     except RuntimeError as error:
         store.set(f"end of rank {rank}", "none")
-        if lesson.WAITED.search(str(error)):
+        if proof.WAITED.search(str(error)):
             return None, NO_END, batches
         raise
     store.set(f"end of rank {rank}", "here")

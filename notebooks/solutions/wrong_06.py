@@ -12,6 +12,14 @@ import torch.distributed as dist
 from solutions.lesson_06 import check_write_safely, common_step, write_safely
 
 
+def send(data, unfinished, mode="wb"):
+    """Write data to a file, and send it to the disk."""
+    with open(unfinished, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def directly(data, path):
     path.write_bytes(data)
 
@@ -27,10 +35,7 @@ def removes_first(data, path):
 
 def removes_first_on_one_line(data, path):
     unfinished = path.with_name("new")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    send(data, unfinished)
     path.unlink(missing_ok=True), os.rename(unfinished, path)
     sync_folder(path)
 
@@ -68,18 +73,12 @@ def fsync_of_the_folder_only(data, path):
 
 
 def fsync_of_the_file_only(data, path):
-    with open(path.with_name("new"), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    send(data, path.with_name("new"))
     os.replace(path.with_name("new"), path)
 
 
 def folder_too_early(data, path):
-    with open(path.with_name("new"), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    send(data, path.with_name("new"))
     sync_folder(path)
     os.replace(path.with_name("new"), path)
 
@@ -92,10 +91,7 @@ def sync_folder(path):
 
 def takes_another_s_name(data, path):
     unfinished = path.with_name("unfinished.tmp")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    send(data, unfinished)
     os.replace(unfinished, path)
     sync_folder(path)
 
@@ -117,10 +113,7 @@ def writes_it_again(data, path):
 
 
 def stopped_by_an_old_one(data, path):
-    with open(path.with_suffix(".unfinished"), "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    send(data, path.with_suffix(".unfinished"), "xb")
     os.replace(path.with_suffix(".unfinished"), path)
     sync_folder(path)
 

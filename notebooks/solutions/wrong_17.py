@@ -5,8 +5,16 @@ import contextlib
 import lesson_17_ddp_from_scratch as lesson
 import torch
 import torch.distributed as dist
-from solutions.lesson_17 import average_each, overlapped
+from solutions.lesson_17 import all_reduce, average_each, overlapped
 from torch.nn.parallel import DistributedDataParallel
+
+
+def copy_back(bucket, flat):
+    """Make the parts of a flat sum the gradients of its bucket."""
+    flat /= dist.get_world_size()
+    for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+        p.grad.copy_(part.view_as(p))
+
 
 # --- Task 2 ---
 
@@ -16,9 +24,7 @@ def after_backward(model, limit):
         for bucket in lesson.into_buckets([*model.parameters()][::-1], limit):
             flat = torch.cat([p.grad.flatten() for p in bucket])
             dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad.copy_(part.view_as(p))
+            copy_back(bucket, flat)
 
     return finish
 
@@ -50,7 +56,7 @@ def waited_for(flat, async_op):
 
 
 def by_another_name(flat, async_op):
-    return lesson.all_reduce(flat, async_op=async_op)  # as after `from … import all_reduce`
+    return all_reduce(flat, async_op=async_op)  # as after `from … import all_reduce`
 
 
 def hooked(send=None, hold=0, largest=None, forgets=False):
@@ -83,9 +89,7 @@ def hooked(send=None, hold=0, largest=None, forgets=False):
         def finish():
             for bucket, flat, work in sent:
                 work.wait()
-                flat /= dist.get_world_size()
-                for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                    p.grad.copy_(part.view_as(p))
+                copy_back(bucket, flat)
             ready.clear(), sent.clear()
 
         for p in model.parameters():
@@ -105,26 +109,20 @@ def only_once(model, limit):
     return lambda: calls.append(1) or (finish() if len(calls) == 1 else None)
 
 
-def the_sum(model, limit):
-    finish = overlapped(model, limit)
+def times(factor):
+    """Return an answer whose gradients are wrong by factor(number of ranks)."""
 
-    def summed():
-        finish()
-        for p in model.parameters():
-            p.grad *= dist.get_world_size()
+    def attempt(model, limit):
+        finish = overlapped(model, limit)
 
-    return summed
+        def multiplied():
+            finish()
+            for p in model.parameters():
+                p.grad *= factor(dist.get_world_size())
 
+        return multiplied
 
-def for_two_ranks(model, limit):
-    finish = overlapped(model, limit)
-
-    def halved():
-        finish()
-        for p in model.parameters():
-            p.grad *= dist.get_world_size() / 2
-
-    return halved
+    return attempt
 
 
 def the_library(model, limit):
@@ -147,9 +145,7 @@ def right_with_counters(model, limit):
     def finish():
         for bucket, (flat, work) in zip(buckets, sent, strict=True):
             work.wait()
-            flat /= dist.get_world_size()
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad = part.view_as(p).clone()
+            copy_back(bucket, flat)
         missing[:] = [len(bucket) for bucket in buckets]
         sent.clear()
 
@@ -214,23 +210,19 @@ def as_given(model):
     return finish
 
 
-def all_at_the_end(model):
-    def finish():
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+def at_the_end(copies):
+    """Return an answer that sends each gradient so often, after backward()."""
 
-    return finish
+    def average_each(model):
+        def finish():
+            for p in model.parameters():
+                flat = torch.stack([p.grad] * copies)
+                dist.all_reduce(flat)
+                p.grad = flat[0] / dist.get_world_size()
 
+        return finish
 
-def all_gathered(model):
-    def finish():
-        for p in model.parameters():
-            flat = torch.stack([p.grad] * 2)
-            dist.all_reduce(flat)
-            p.grad = flat[0] / dist.get_world_size()
-
-    return finish
+    return average_each
 
 
 def each_by(send=None, hold=0, learns=False):
@@ -291,8 +283,8 @@ WRONG = {
         "one bucket": (without_pause(hooked(largest=2**40)), "begins 1 all-reduces"),
         "by another name": (without_pause(hooked(by_another_name)), "calls nothing by the name"),
         "only once": (only_once, "step 2: rank 0's gradient is"),
-        "the sum": (the_sum, "with 2 ranks: step 1: rank 0's gradient is"),
-        "for two ranks": (for_two_ranks, "with 3 ranks: step 1: rank 0's gradient is"),
+        "the sum": (times(lambda n: n), "with 2 ranks: step 1: rank 0's gradient is"),
+        "for two ranks": (times(lambda n: n / 2), "with 3 ranks: step 1: rank 0's gradient is"),
         "the library": (the_library, "DDP, or OwnDDP, is not an answer"),
     },
     "pausable": {
@@ -306,10 +298,10 @@ WRONG = {
     },
     "average_each": {
         "as given": (as_given, "another order: rank 0's gradient is"),
-        "all at the end": (all_at_the_end, "begins only 0 all-reduces"),
+        "all at the end": (at_the_end(1), "begins only 0 all-reduces"),
         "not asynchronous": (each_by(synchronous), "waits before all have left"),
         "waits in the hook": (each_by(waited_for), "waits before all have left"),
         "held back": (each_by(hold=11), "begins only 0 all-reduces"),
-        "twice the bytes": (all_gathered, "it needs 13056"),
+        "twice the bytes": (at_the_end(2), "it needs 13056"),
     },
 }

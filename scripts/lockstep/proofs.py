@@ -68,6 +68,8 @@ def read_flags(script, flags, world_size, ranks_here):
             return super().add_argument(*names, **options)
 
         def parse_args(self, argv=None):
+            if hasattr(proof, "add_flags"):
+                proof.add_flags(self)
             self.add_argument("--json", action="store_true", help="end with one line of JSON")
             return super().parse_args(argv)
 
@@ -86,20 +88,25 @@ def read_flags(script, flags, world_size, ranks_here):
 class Watch:
     """Watches the processes that start while it is on, of a script that has a proof; else nothing.
 
-    What they do is in a folder that goes with it; it is made in `place`, if that is given.
+    What they do is in a folder that goes with it; it is made in `place`, if that is given. If the
+    proof has turns(args, world_size, folder), ranks run the script as often (rank.py).
     """
 
-    def __init__(self, script, place=None):
+    def __init__(self, script, place=None, args=None, world_size=0):
         self.script, self.proof = str(script), of_script(script)
         self.place, self.folder = place, None
+        self.args, self.world_size = args, world_size
 
     def __enter__(self):
         if self.proof:
             from lockstep.watch import facts
 
             self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_", dir=self.place)
-            values = self.proof.KEEP_VALUES
-            os.environ.update(facts.environment(self.folder.name, self.script, 0, values))
+            wanted = self.proof.KEEP_VALUES, getattr(self.proof, "STORAGES", False)
+            os.environ.update(facts.environment(self.folder.name, self.script, 0, *wanted))
+            if hasattr(self.proof, "turns"):
+                turns = self.proof.turns(self.args, self.world_size, self.place)
+                os.environ["LOCKSTEP_TURNS"] = json.dumps(turns)
         return self
 
     def __exit__(self, *error):
@@ -114,7 +121,8 @@ class Watch:
         jobs = read.read(self.folder.name, by_torchrun=launcher != "none")
         first = facts.process["rank"] or 0  # of a rank that is started by hand, only it is seen
         if jobs and first in jobs[0]:  # ranks that have not met are several jobs, the first small
-            verdict = self.proof.judge(jobs[0], args, started, launcher)
+            seen = jobs if hasattr(self.proof, "turns") else jobs[0]
+            verdict = self.proof.judge(seen, args, started, launcher)
         else:
             verdict = claims.Verdict("the ranks train", ["rank 0 was not seen"], {}, [])
         return tell(verdict, self.script, args)

@@ -5,6 +5,7 @@ its own, --local-rank, in front of ours.
 """
 
 import importlib
+import json
 import os
 import signal
 import sys
@@ -29,6 +30,9 @@ def main():
     try:
         if "LOCKSTEP_ADDRESS" in os.environ:
             let_gloo_listen_at(os.environ["LOCKSTEP_ADDRESS"])
+        code = take_turns(json.loads(os.environ.get("LOCKSTEP_TURNS", "[]")))
+        if code:
+            return code
         run(script)
     except SystemExit as stop:
         return end_of_exit(stop.code)
@@ -84,6 +88,63 @@ def run(script):
             ending.run_script(script)
     finally:
         os.environ["RANK"] = rank  # the script may have changed it; how it ended is told by rank
+
+
+def take_turns(turns):
+    """Let a child run the script in each turn but the last; return 0 in who is to run it now.
+
+    A turn is (flags, after how many updates SIGTERM comes; 0: never). A child is a fork that has
+    imported torch, and nothing else: as new as a rank that torchrun has restarted. Returns the exit
+    code of a child that has failed, or was asked to end.
+    """
+    if turns:  # an optimizer imports dynamo: once, before the forks
+        imports.import_quickly("torch.distributed", "torch._dynamo")
+    for number, (flags, after) in enumerate(turns):
+        parent, is_last = os.getpid(), number == len(turns) - 1
+        child = None if is_last else os.fork()
+        if child and (code := wait_for_turn(child)):
+            return code
+        if not child:
+            from lockstep.watch import facts
+
+            if not is_last:
+                os.environ["LOCKSTEP_PARENT"] = str(parent)
+                ending.end_with_parent(signal.SIGKILL)
+            os.environ["LOCKSTEP_WATCH_SIGTERM"] = str(after)
+            facts.begin()
+            meet_under(f"turn {number}")
+            sys.argv += flags
+            break
+    return 0
+
+
+def meet_under(prefix):
+    """Let the ranks meet at keys of their own: their store still has those of an earlier group."""
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    rendezvous = distributed_c10d.rendezvous
+
+    def apart(*args, **kwargs):
+        for store, *place in rendezvous(*args, **kwargs):
+            yield PrefixStore(prefix, store), *place
+
+    distributed_c10d.rendezvous = apart
+
+
+def wait_for_turn(child):
+    """Return the exit code of a child, 0 also if it was stopped in its turn and not by a signal."""
+    heard = []
+
+    def pass_on(signal_number, frame):
+        heard.append(signal_number)
+        os.kill(child, signal_number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if code < 0:
+        os.kill(os.getpid(), -code)  # torchrun tells by which signal
+    return 0 if code == 128 + signal.SIGTERM and not heard else code
 
 
 def let_gloo_listen_at(address):

@@ -57,7 +57,7 @@ def main(script, arguments):
 
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        proofs.Watch(script, folder) as seen,
+        proofs.Watch(script, folder, args, own.nproc * len(job.nodes)) as seen,
     ):
         os.environ |= {"LOCKSTEP_SCRIPT": str(script), "LOCKSTEP_ENDS": folder}
         os.environ["TMPDIR"] = folder  # so what a rank leaves that is ended goes with it

@@ -3,7 +3,9 @@
 A function that is called wrong_... returns what is wrong as a sentence, or None.
 """
 
+import contextlib
 import math
+import os
 from collections import Counter
 from itertools import chain
 from typing import NamedTuple
@@ -150,7 +152,53 @@ def wrong_in_words(job, lines, speaker=0):
     return f"rank {loud[0]} prints, too" if loud else None
 
 
+# --- What is written ---
+
+
+def wrong_on_disk(events):
+    """A power cut leaves the old file or the new: the data are on the disk before the name is.
+
+    When a file is renamed, it was just sent there, and next its folder is; both are on one disk.
+    """
+    padded = [{}, *events, {}]
+    for data, name, entry in zip(padded, padded[1:], padded[2:], strict=False):
+        if name.get("what") == "rename":
+            if data.get("what") != "sync" or any(
+                data[key] != name[key] for key in ("file", "bytes")
+            ):
+                return f"{os.path.basename(name['new'])} could be there before its data"
+            if (entry.get("what"), entry.get("file")) != ("sync", name["home"]) or name["stray"]:
+                return "a new name is not sent to the disk, or comes from another folder"
+    return None
+
+
+def same_bits(one, other):
+    """Return whether two states, dictionaries and lists of tensors and numbers, are equal."""
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return one == other
+
+
 # --- One process ---
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Let torch compute in one thread: with small tensors the others only wait, at full speed."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fill(model, values):

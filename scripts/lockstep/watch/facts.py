@@ -24,18 +24,20 @@ ROOM = {"updates": 2**16, "rows": 2**16, "forwards": 2**12, "calls": 2**14}
 _file = {"process": None, "descriptor": None}
 _used = {}  # (a word of ROOM, of what): how much of the room, or None when it is used up
 process = {"rank": None, "most": None}  # "most": numbers of a tensor that are looked at, or all
-settings = {"folder": "", "home": "", "updates": 0, "values": 0}
+settings = {"folder": "", "home": "", "updates": 0, "values": 0, "sigterm": 0, "storages": False}
 
 
-def environment(folder, script, updates=0, values=0):
+def environment(folder, script, updates=0, values=0, storages=False):
     """Return what a process finds in its environment that is to be watched.
 
     `folder` is where facts go. After so many `updates` a rank leaves; 0: never. At every so many
-    updates (`values`) it writes down all gradients and parameters; 0: never.
+    updates (`values`) it writes down all gradients and parameters; 0: never. With `storages` it
+    looks at all memory of tensors.
     """
     inject = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
     path = os.pathsep.join(filter(None, [inject, os.environ.get("PYTHONPATH")]))
     found = {"PYTHONPATH": path, "LOCKSTEP_WATCH": str(folder)}
+    found["LOCKSTEP_WATCH_STORAGES"] = str(int(storages))
     found["LOCKSTEP_WATCH_HOME"] = os.path.dirname(os.path.abspath(script))
     return found | {"LOCKSTEP_WATCH_UPDATES": str(updates), "LOCKSTEP_WATCH_VALUES": str(values)}
 
@@ -46,6 +48,8 @@ def begin():
     settings["home"] = os.environ["LOCKSTEP_WATCH_HOME"]
     settings["updates"] = int(os.environ["LOCKSTEP_WATCH_UPDATES"])
     settings["values"] = int(os.environ["LOCKSTEP_WATCH_VALUES"])
+    settings["sigterm"] = int(os.environ.get("LOCKSTEP_WATCH_SIGTERM", 0))  # see updates.terminate
+    settings["storages"] = os.environ.get("LOCKSTEP_WATCH_STORAGES") == "1"
 
 
 def note(what, **facts):
@@ -132,6 +136,11 @@ def flat(tensor):
     """
     tensor = tensor.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+    if settings["storages"]:  # the script may free memory, but not what numpy has seen
+        import torch
+
+        there = tensor.untyped_storage().nbytes()
+        tensor = tensor.clone() if there else torch.empty(0, dtype=tensor.dtype)
     vector = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
     if process["most"] and len(vector) > process["most"]:
         vector = vector.unfold(0, RUN, RUN * len(vector) // process["most"] | 1).reshape(-1)

@@ -33,8 +33,9 @@ def watch():
     import torch.distributed
     from torch.distributed import distributed_c10d as c10d
 
-    for name in ("init_process_group", "destroy_process_group", *COLLECTIVES, *BETWEEN_TWO):
-        hook = {"init_process_group": join, "destroy_process_group": leave}.get(name, call)
+    hooks = {"init_process_group": join, "destroy_process_group": leave, "new_group": make_group}
+    for name in (*hooks, *COLLECTIVES, *BETWEEN_TWO):
+        hook = hooks.get(name, call)
         around(c10d, name, hook)
         for module in (torch.distributed, torch.distributed.device_mesh):  # names of the same
             if hasattr(module, name):
@@ -66,6 +67,10 @@ def join(init, instance, args, kwargs):
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     faulthandler.enable(stack)  # if C++ ends this process
     be_ready_for_a_hang()
+    if facts.settings["storages"]:
+        from lockstep.watch import storages
+
+        storages.begin()
     return result
 
 
@@ -77,17 +82,17 @@ def path_of(kind):
 @functools.cache
 def be_ready_for_a_hang():
     """Note messages, and write the last calls of this rank when the check finds that all stand."""
-    from lockstep.watch import clinic
+    from lockstep.watch import traces
 
-    clinic.take_notes()
-    threading.Thread(target=leave_calls_when_asked, args=[clinic], daemon=True).start()
+    traces.take_notes()
+    threading.Thread(target=leave_calls_when_asked, args=[traces], daemon=True).start()
 
 
-def leave_calls_when_asked(clinic):
+def leave_calls_when_asked(traces):
     """Wait until a file says that nobody moves, then write the last calls of this rank."""
     while not os.path.exists(os.path.join(facts.settings["folder"], ASKED)):
         time.sleep(0.5)
-    clinic.write_calls(path_of("calls"))
+    traces.write_calls(path_of("calls"))
 
 
 def here(address):
@@ -106,6 +111,13 @@ def leave(destroy, instance, args, kwargs):
     models.note_states()
     facts.note("left", where=facts.where())
     return destroy(*args, **kwargs)
+
+
+def make_group(make, instance, args, kwargs):
+    """The script, or PyTorch, makes a group: how many seconds does it wait? None: by default."""
+    limit = args[1] if len(args) > 1 else kwargs.get("timeout")
+    facts.note("new_group", seconds=limit and limit.total_seconds(), where=facts.where())
+    return make(*args, **kwargs)
 
 
 def call(function, instance, args, kwargs):

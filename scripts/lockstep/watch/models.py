@@ -1,5 +1,7 @@
 """The models: wrapped or not, what they are called with, in which mode, their buffers."""
 
+import itertools
+
 from lockstep.watch import facts
 from lockstep.watch.hooks import around
 
@@ -7,6 +9,7 @@ _models = {}  # id: [number, the module, whether it draws dropout masks]
 _wrapped = {}  # id of each module inside a DDP, and the module
 replicas = []  # the DDP objects: one that dies after its group may wait for ever, so none dies
 _inside = []
+_norms = itertools.count()  # forwards of BatchNorm layers, for a proof
 
 
 def watch():
@@ -68,6 +71,9 @@ def know(module):
         about["shares_rows"] = ranks_of_fsdp(parts)
         about["sharded"] |= about["shares_rows"] is not None
         facts.note("model", number_of=number, type=type(module).__name__, **about)
+        if facts.settings["values"]:
+            for part in [m for m in parts if isinstance(m, _BatchNorm)]:
+                part.register_forward_hook(note_norm)
     return _models[id(module)][0]
 
 
@@ -99,6 +105,15 @@ def call(function, module, args, kwargs):
         return function(*args, **kwargs)
     finally:
         _inside.pop()
+
+
+def note_norm(layer, given, outputs):
+    """For a proof: a BatchNorm layer was given this, made that of it, and now keeps these."""
+    tensors = {"inputs": given[0], "outputs": outputs}
+    tensors |= {"mean": layer.running_mean, "variance": layer.running_var}
+    values = {what: facts.flat(x).numpy().copy() for what, x in tensors.items() if x is not None}
+    file = facts.keep(values, f"norm_{next(_norms)}")
+    facts.note("norm", train=layer.training, values=file)
 
 
 def ranks_of_fsdp(parts):
@@ -171,5 +186,6 @@ def note_states():
         about = {"buffers": buffers, "unowned": unowned, "trained": trained, "sums": sums}
         about |= {"training": module.training, "values": None}
         if facts.settings["values"]:
-            about["values"] = facts.keep(updates.numbers("after", module.parameters()), "end")
+            values = updates.numbers("after", module.parameters())
+            about["values"] = facts.keep(values, f"end_{number}")
         facts.note("state", number_of=number, **about)

@@ -21,6 +21,9 @@ def watch():
     around(torch, "save", save)
     wrapt.register_post_import_hook(watch_boards, "torch.utils.tensorboard.writer")
     sys.addaudithook(heard)
+    if facts.settings["values"]:
+        around(os, "fsync", sync)
+        around(os, "replace", rename)
     listen()
 
 
@@ -57,6 +60,26 @@ def save(function, instance, args, kwargs):
     keys = [key for one in inside if isinstance(one, dict) for key in one]
     prefix = any(isinstance(key, str) and key.startswith("module.") for key in keys)
     facts.note("save", path=path, prefix=prefix, where=facts.where())
+    return function(*args, **kwargs)
+
+
+def sync(function, instance, args, kwargs):
+    """For a proof: the script sends a file, or a folder, to the disk."""
+    if facts.is_own(sys._getframe(1).f_code.co_filename):
+        about = os.fstat(args[0])
+        facts.note("sync", file=about.st_ino, bytes=about.st_size)
+    return function(*args, **kwargs)
+
+
+def rename(function, instance, args, kwargs):
+    """For a proof: the script gives a file another name; what is there of that kind already?"""
+    if facts.is_own(sys._getframe(1).f_code.co_filename):
+        about, folder = os.stat(args[0]), os.path.dirname(os.path.abspath(args[1]))
+        stray = os.path.dirname(os.path.abspath(args[0])) != folder
+        place = {"new": os.path.abspath(args[1]), "home": os.stat(folder).st_ino, "stray": stray}
+        kind = os.path.splitext(args[1])[1]
+        beside = sorted(name for name in os.listdir(folder) if name.endswith(kind))
+        facts.note("rename", file=about.st_ino, bytes=about.st_size, beside=beside, **place)
     return function(*args, **kwargs)
 
 

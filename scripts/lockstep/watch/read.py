@@ -109,6 +109,16 @@ class Rank:
         """Return all events of one kind."""
         return [event for event in self.events if event["what"] == what]
 
+    def after_updates(self):
+        """Return for each update what the script then called itself, and sent to the disk."""
+        found = []
+        for event in self.events:
+            if event["what"] == "update":
+                found.append([])
+            elif found and (event["what"] in ("sync", "rename") or event.get("own")):
+                found[-1].append(event)
+        return found
+
     def heard(self, stream):
         """Return all that it has written to "stdout" or to "stderr", as one text."""
         return "".join(event["text"] for event in self.of("voice") if event["stream"] == stream)
@@ -132,11 +142,15 @@ class Rank:
 
     def values_at_end(self):
         """Return the last parameters of the first model that was seen: {name: vector}."""
+        kept = self.kept(self.states[0])
+        return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
+
+    def kept(self, event):
+        """Return all vectors of an event that has them in a file of its own: {name: vector}."""
         import numpy as np
 
-        state = self.states[0]
-        with np.load(Path(self.folder, state["values"])) as kept:
-            return {name: kept[f"after/{n}"] for n, name in enumerate(self.models[0]["names"])}
+        with np.load(Path(self.folder, event["values"])) as kept:
+            return dict(kept)
 
     def count(self):
         """Return how many updates were made, by all optimizers."""

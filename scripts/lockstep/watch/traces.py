@@ -1,0 +1,1 @@
+../../../lessons/lesson_19_hang_clinic.py
