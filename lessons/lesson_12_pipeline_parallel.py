@@ -182,7 +182,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     args = parser.parse_args(argv)
     if args.schedule == "naive":
-        args.micro_batches = 1  # the whole batch
+        args.micro_batches = 1  # all rows at a time
     return args
 
 
