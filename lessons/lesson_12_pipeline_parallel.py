@@ -68,7 +68,7 @@ def exchange(messages):
 
 
 def train_step(rank, world_size, stage, actions, rows, targets):
-    """Do `actions` with this rank's layers; their gradients are those of the whole batch then.
+    """Do `actions` with this rank's layers; their gradients are those of all rows then.
 
     rows, targets: one tensor [rows, width] for each micro-batch. Rows are used on the first rank,
     targets on the last; the others need the rows' shape and dtype, which all messages have.
