@@ -68,6 +68,19 @@ def call(*command, **options):
     return ended.returncode, ended.stderr
 
 
+# --- What ranks print ---
+
+
+def test_a_line_of_a_rank_is_one_piece(place):
+    """Ranks share a pipe, and with torchrun's -u each part of a print would be a write."""
+    script = place["cwd"] / "speak.py"
+    script.write_text("import os\nfor n in range(5000): print('rank', os.environ['RANK'], n)\n")
+    flags = ["torchrun", script, "--nproc=2"]
+    ended = subprocess.run([*WATCHED, *flags], stdout=subprocess.PIPE, timeout=1500, **place)
+    lines = ended.stdout.splitlines()
+    assert sorted(lines) == sorted(f"rank {rank} {n}" for rank in "01" for n in range(5000))
+
+
 # --- Nobody is left ---
 
 # Each writes a file ready_... when it is in the middle of its work.

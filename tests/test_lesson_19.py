@@ -128,6 +128,8 @@ def end_in_the_middle(process, signal_number, folder):
     while time.monotonic() < deadline and len(list(folder.rglob("here_*"))) < 12:
         time.sleep(0.02)
     assert len(list(folder.rglob("here_*"))) == 12, "the ranks of two jobs, in two ways"
+    while time.monotonic() < deadline and not list(folder.rglob("pymp-*")):
+        time.sleep(0.02)  # the loader of a rank makes a folder, too
     started = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal_number)
     process.communicate(timeout=60)

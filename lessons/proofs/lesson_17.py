@@ -49,9 +49,8 @@ def judge(job, args, started, launcher):
         wrong += [claims.wrong_in_replicas(job), wrong_at_end(job, seen["trained"])]
         wrong += chain(*faults)
         wrong += [wrong_in_sent(job, model, seen["buckets"]), wrong_in_words(job, args, numbers)]
-        if not (wrong := list(dict.fromkeys(filter(None, wrong)))):
-            others = play(lesson, started, lambda rank: wrong_elsewhere(rank, args))
-            wrong = list(dict.fromkeys(chain(*others)))
+        if not (wrong := list(filter(None, wrong))):
+            wrong = [*chain(*play(lesson, started, lambda rank: wrong_elsewhere(rank, args)))]
     except Exception as error:
         return claims.Verdict(CLAIM, [f"played by threads: {error}"], numbers, [])
     off = {name: claims.worst([of_rank[name] for of_rank in offs]) for name in reversed(offs[0])}
@@ -60,7 +59,7 @@ def judge(job, args, started, launcher):
     told = ", ".join(f"{value:.3g} {name}" for name, value in off.items())
     lines = [f"all-reduces begun before the last gradient was there: {begun}"]
     lines.append(f"gradients, largest difference to DDP's: {told}")
-    return claims.Verdict(CLAIM, wrong, numbers, lines)
+    return claims.Verdict(CLAIM, list(dict.fromkeys(wrong)), numbers, lines)
 
 
 # --- What the ranks did ---

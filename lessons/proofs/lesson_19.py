@@ -168,6 +168,7 @@ def be_forked(job, rank, run, args):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until it leaves its stacks
+        tempfile.tempdir = str(run.folder)  # what its loader makes goes with the doctor's folder
         said = os.open(run.folder / f"said_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(said, number)

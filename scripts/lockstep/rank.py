@@ -24,6 +24,7 @@ def main():
     """Run the script as this rank; return the exit code."""
     ending.end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for ranks.py to handle
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a line is one write
     script = os.environ["LOCKSTEP_SCRIPT"]
     sys.argv[0] = script
     sys.path[0] = os.path.dirname(os.path.abspath(script))

@@ -4,7 +4,9 @@ A script's `dist` is replaced by one in which each thread has a group of its own
 so that who does not wait is found out at once.
 """
 
+import gc
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-here = threading.local()  # of the rank that a thread plays: its `group`, and its `events`
+here = threading.local()  # of the rank that a thread plays: its `group`, `events`, and `over`
 
 
 def late(all_reduce, note):
@@ -41,6 +43,8 @@ def late(all_reduce, note):
 
 def note(event):
     """Write down what happens to the rank that this thread plays."""
+    if here.over.is_set():
+        raise RuntimeError("the play is over")
     here.events.append(event)
 
 
@@ -101,17 +105,32 @@ def group_of(store, rank, world_size):
 def play(script, world_size, act):
     """Let so many threads call act(rank), with a script's `dist` of their own; return a list.
 
-    A thread computes alone, as a rank does that torchrun starts.
+    A thread computes alone, as a rank does that torchrun starts. Raises what the first one raises;
+    then, and when we are interrupted, nobody goes on.
     """
-    store, before = dist.HashStore(), torch.get_num_threads()
+    store, before, over = dist.HashStore(), torch.get_num_threads(), threading.Event()
+    failed = []
 
     def be(rank):
-        here.group, here.events = group_of(store, rank, world_size), []
-        return act(rank)
+        here.group, here.events, here.over = group_of(store, rank, world_size), [], over
+        here.group.allreduce(torch.zeros(1)).wait()  # all have met
+        try:
+            return act(rank)
+        except BaseException as error:
+            failed.append(error)
+            here.group.abort()
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            gc.collect()  # a DDP object must not be the last that holds a group: CONTRIBUTING.md
+            here.group = None  # who waits for this rank fails now
 
     torch.set_num_threads(1)
-    try:
-        with patch.object(script, "dist", PLAYED), ThreadPoolExecutor(world_size) as threads:
+    with patch.object(script, "dist", PLAYED), ThreadPoolExecutor(world_size) as threads:
+        try:
             return list(threads.map(be, range(world_size)))
-    finally:
-        torch.set_num_threads(before)
+        except BaseException as error:
+            over.set()
+            raise (failed or [error])[0] from None
+        finally:
+            torch.set_num_threads(before)
