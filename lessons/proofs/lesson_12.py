@@ -6,7 +6,6 @@ how long its memory lives, is not: so threads play the first two steps again (pl
 and then those of torch.distributed.pipelining.
 """
 
-import copy
 import functools
 import itertools
 import weakref
@@ -15,6 +14,7 @@ from queue import SimpleQueue
 from unittest.mock import patch
 
 import lesson_12_pipeline_parallel as lesson
+import numpy as np
 import torch
 import torch.distributed as dist
 from lockstep.watch import claims
@@ -42,99 +42,89 @@ def judge(job, args, started, launcher):
     """Return the verdict on a job {rank: what was seen of it} of which so many were started."""
     who = "1 stage has" if started == 1 else f"{started} stages have"
     claim, m = f"{who} the gradients of one process: largest difference", args.micro_batches
-    numbers = what_was_asked(job, args, started)
+    numbers = {"world_size": started, "backend": job[0].group["backend"], "steps": args.steps}
+    numbers |= {"schedule": args.schedule, "micro_batches": m, "rows": args.batch_size // m}
     wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
-    wrong += [wrong_in_stages(job), wrong_in_order(job, args), wrong_schedule(started, m)]
-    if wrong := list(filter(None, wrong)) + wrong_in_pieces():
+    wrong = list(filter(None, wrong)) or [wrong_in_stages(job), wrong_in_order(job, args)]
+    wrong += [wrong_in_schedules(started, m), wrong_in_pieces()]
+    if wrong := list(filter(None, wrong)):
         return claims.Verdict(claim, wrong[:3], numbers, [])
-    numbers["device"] = next(iter(job[0].optimizers.values()))["device"]
-    numbers["stages"] = [len(names_of(rank)) // 2 for rank in job.values()]
-    numbers["bytes_sent"] = [bytes_sent(rank) // args.steps for rank in job.values()]
-    off, played = in_one_process(job, args), Played(started, args)
-    library, failed = library_gradients(started, args)
-    numbers["max_grad_diff"] = claims.worst([gradients for gradients, _ in off])
+    off, losses = in_one_process(job, args)
+    played, (library, failed) = Played(started, args), library_gradients(started, args)
+    numbers |= {"stages": lengths_of(job), "alive": played.kept}
+    sent = [bytes_sent(rank, number == started - 1) for number, rank in job.items()]
+    numbers["bytes_sent"] = [nbytes // args.steps for nbytes in sent]
+    numbers["bubble"] = bubble([lesson.SCHEDULES[args.schedule](r, started, m) for r in job])
+    numbers["bubble_formula"] = (started - 1) / (m + started - 1)
+    numbers |= losses | {"max_grad_diff": claims.worst([by for by, _ in off])}
     numbers["library_diff"] = claims.off(whole_vector(job, 0, "gradients"), library)
-    if wrong := failed + played.wrong(job, args):
-        return claims.Verdict(claim, wrong[:3], numbers, [])
-    numbers["alive"], numbers["bubble"] = played.kept, bubble(played.actions)
-    words, losses = what_is_told(job, args, numbers)
-    wrong = [wrong_in_numbers(off), claims.wrong_in_words(job, words, speaker=started - 1)]
-    if not abs(numbers["bubble"] - numbers["bubble_formula"]) < 1e-12:
-        wrong.append("the idle share is not that of the formula")
-    if not numbers["library_diff"] < 1e-12:
-        wrong.append(f"gradients differ from the library's by {numbers['library_diff']:.2g}")
+    numbers["device"] = next(iter(job[0].optimizers.values()))["device"]
+    wrong = wrong_in_numbers(numbers, off) + failed + played.wrong(job, args)
+    wrong += filter(None, [claims.wrong_in_words(job, to_be_told(numbers), started - 1)])
     claim += f" {numbers['max_grad_diff']:.2g}"
-    return claims.Verdict(claim, [*filter(None, wrong)], numbers | losses, lines_of(numbers))
-
-
-def what_was_asked(job, args, started):
-    """Return the numbers that flags and the start decide."""
-    m = args.micro_batches
-    numbers = {"world_size": started, "backend": job[0].group["backend"]}
-    numbers |= {"schedule": args.schedule, "steps": args.steps, "micro_batches": m}
-    bubble_formula = (started - 1) / (m + started - 1)
-    return numbers | {"rows": args.batch_size // m, "bubble_formula": bubble_formula}
+    return claims.Verdict(claim, wrong[:3], numbers, lines_of(numbers))
 
 
 def lines_of(numbers):
     """Return what a reader wants to know beside the script's own words."""
     by_rank = zip(*(numbers[what] for what in ("stages", "alive", "bytes_sent")), strict=True)
-    lines = [
-        f"rank {rank}: {layers} layers, micro-batches kept at a time: {kept}, "
-        f"bytes sent in a step: {nbytes:,}"
-        for rank, (layers, kept, nbytes) in enumerate(by_rank)
-    ]
-    clock = f"{numbers['bubble']:.4f}, by the formula {numbers['bubble_formula']:.4f}"
+    words = "rank {}: {} layers, micro-batches kept at a time: {}, bytes sent in a step: {:,}"
+    lines = [words.format(rank, *seen) for rank, seen in enumerate(by_rank)]
+    clock = "{bubble:.4f}, by the formula {bubble_formula:.4f}".format(**numbers)
     lines.append(f"idle share of a step, if all stages took equally long: {clock}")
     library = "gradients of torch.distributed.pipelining, largest difference"
     return [*lines, f"{library} {numbers['library_diff']:.2g}"]
 
 
+def to_be_told(numbers):
+    """Return the lines that the last rank has to print."""
+    return [
+        "ranks: {world_size}, over {backend} on {device}, schedule {schedule}, "
+        "{micro_batches} micro-batches of {rows} rows".format(**numbers),
+        "loss: {loss_first:.3g} before, {loss_last:.3g} after {steps} steps".format(**numbers),
+    ]
+
+
 # --- What the ranks did ---
 
 
-def names_of(rank):
-    """Return the names of the parameters that a rank trains."""
-    return rank.names(rank.updates[0]) if rank.updates else []
+def lengths_of(job):
+    """Return how many layers each rank trains."""
+    return [len(rank.names(rank.updates[0])) // 2 for rank in job.values()]
 
 
 def wrong_in_stages(job):
     """The stages are the model in its order, and their lengths differ by one at most."""
-    names = [names_of(rank) for rank in job.values()]
-    whole = [name for name, _ in lesson.make_chain(1)[0].named_parameters()]
-    if [*itertools.chain(*names)] != whole:
+    names = [name for rank in job.values() for name in rank.names(rank.updates[0])]
+    if names != [name for name, _ in lesson.make_chain(1)[0].named_parameters()]:
         return f"the stages train {names}: that is not the model in its order"
-    lengths = [len(own) // 2 for own in names]
+    lengths = lengths_of(job)
     return f"the stages have {lengths} layers" if max(lengths) - min(lengths) > 1 else None
 
 
 def by_the_rule(schedule, rank, world_size, micro_batches):
-    """Return what a rank has to do in a step: forward while it may keep more, else backward."""
+    """Return what a rank has to do in a step: backward n follows the forward that fills it up."""
     may_keep = world_size - rank if schedule == "1f1b" else micro_batches
-    actions, forwards, backwards = [], 0, 0
-    while backwards < micro_batches:
-        if forwards < micro_batches and forwards - backwards < may_keep:
-            actions.append(("forward", forwards))
-            forwards += 1
-        else:
-            actions.append(("backward", backwards))
-            backwards += 1
+    full = [min(n + may_keep, micro_batches) - 1 for n in range(micro_batches)]
+    actions = []
+    for forward in range(micro_batches):
+        actions.append(("forward", forward))
+        actions += [("backward", n) for n in range(micro_batches) if full[n] == forward]
     return actions
 
 
-def wrong_schedule(world_size, micro_batches):
+def wrong_in_schedules(world_size, micro_batches):
     """Each schedule keeps its rule, also one that was not asked for."""
-    for name, schedule in lesson.SCHEDULES.items():
-        for rank in range(world_size):
-            place = rank, world_size, micro_batches
-            if (order := schedule(*place)) != by_the_rule(name, *place):
-                return f"{name} lets rank {rank} do {short(order)}"
+    for name, rank in itertools.product(lesson.SCHEDULES, range(world_size)):
+        place = rank, world_size, micro_batches
+        if (order := lesson.SCHEDULES[name](*place)) != by_the_rule(name, *place):
+            return f"{name} lets rank {rank} do {short(order)}"
     return None
 
 
 def short(actions):
-    """Return actions as text: F0 F1 B0; a question mark where no micro-batch of the step is."""
-    return " ".join(f"{kind[0].upper()}{'?' if n is None else n}" for kind, n in actions)
+    """Return actions as text: F0 F1 B0."""
+    return " ".join(f"{kind[0].upper()}{n}" for kind, n in actions)
 
 
 def done_by(rank):
@@ -150,9 +140,9 @@ def done_by(rank):
     return done
 
 
-def to_be_done(kinds, nbytes, rank, world_size):
+def to_be_done(kinds, rows, rank, world_size):
     """Return what `kinds` of actions have to be, with messages: each as early as it can be."""
-    done, made = [], []
+    done, made, nbytes = [], [], rows * 32 * 8  # a row has 32 numbers
     for kind in kinds:
         source, target = (rank + 1, rank - 1) if kind == "backward" else (rank - 1, rank + 1)
         come = [(False, source, nbytes)] if 0 <= source < world_size else []
@@ -166,8 +156,8 @@ def wrong_in_order(job, args):
     for number, rank in job.items():
         place = number, len(job)
         rule = [kind for kind, _ in by_the_rule(args.schedule, *place, args.micro_batches)]
-        look = to_be_done(["look"], 3 * args.batch_size * 256, *place)  # 32 numbers of 8 bytes
-        step = to_be_done(rule, args.batch_size // args.micro_batches * 256, *place)
+        look = to_be_done(["look"], 3 * args.batch_size, *place)
+        step = to_be_done(rule, args.batch_size // args.micro_batches, *place)
         wanted = [*look, *[*step, "update"] * args.steps, *look]
         for did, should in itertools.zip_longest(done_by(rank), wanted):
             if did != should:
@@ -175,48 +165,49 @@ def wrong_in_order(job, args):
     return None
 
 
-def bytes_sent(rank):
-    """Return what a rank has sent while it trained."""
-    done = done_by(rank)
-    rounds = done[done.index("forward") : len(done) - done[::-1].index("update")]
-    rounds = [ops for ops in rounds if isinstance(ops, list)]
-    return sum(nbytes for ops in rounds for sends, _, nbytes in ops if sends)
+def bytes_sent(rank, is_last):
+    """Return what a rank has sent while it trained; the first and last message are for losses."""
+    sent = [nbytes for call in rank.calls for sends, _, nbytes in call["ops"] if sends]
+    return sum(sent if is_last else sent[1:-1])  # the last rank has the losses
 
 
 def batches_of(args):
-    """Return the model, and (rows, targets) of the batches that come again and again."""
-    model, *both = lesson.make_chain(3 * args.batch_size, args.seed)
-    return model, [*zip(*(part.split(args.batch_size) for part in both), strict=True)]
+    """Return the model, and (rows, targets): of all rows, and of the batches that come in turn."""
+    model, *every = lesson.make_chain(3 * args.batch_size, args.seed)
+    return model, every, [*zip(*(part.split(args.batch_size) for part in every), strict=True)]
 
 
 def whole_vector(job, step, what):
     """Return what all stages together had in a step, as one vector."""
     kept = (rank.values(rank.updates[step])[what] for rank in job.values())
-    return torch.cat([torch.from_numpy(claims.as_vector(own)) for own in kept]).numpy()
+    return np.concatenate([claims.as_vector(own) for own in kept])
 
 
 def in_one_process(job, args):
-    """Train the whole model; return [(gradients off, weights off)] of each step."""
-    model, batches = batches_of(args)
+    """Train the whole model; return [(gradients off, weights off)] of each step, and losses."""
+    model, (all_rows, all_targets), batches = batches_of(args)
     optimizer, off = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
-    for step in range(args.steps):
-        rows, targets = batches[step % 3]
+    losses = {"loss_first": mse_loss(model(all_rows), all_targets).item()}
+    for step, (rows, targets) in enumerate(itertools.islice(itertools.cycle(batches), args.steps)):
         optimizer.zero_grad()
         mse_loss(model(rows), targets).backward()
         optimizer.step()
         ours = gradient(model).numpy(), claims.numbers_of(model, lambda own: own)
         theirs = (whole_vector(job, step, what) for what in ("gradients", "after"))
         off.append([*map(claims.off, theirs, ours)])
-    return off
+    return off, losses | {"loss_last": mse_loss(model(all_rows), all_targets).item()}
 
 
-def wrong_in_numbers(off):
-    """Gradients and weights are in each step those of one process."""
-    for step, both in enumerate(off, 1):
-        for what, by in zip(("gradients", "weights"), both, strict=True):
-            if not by < 1e-12:
-                return f"step {step}: {what} are off by {by:.2g}"
-    return None
+def wrong_in_numbers(numbers, off):
+    """Gradients and weights are those of one process in each step, and idleness as is known."""
+    rules = {}
+    for step, (gradients, weights) in enumerate(off, 1):
+        rules[f"step {step}: gradients are off by {gradients:.2g}"] = gradients < 1e-12
+        rules[f"step {step}: weights are off by {weights:.2g}"] = weights < 1e-12
+    by = numbers["library_diff"]
+    rules[f"gradients differ from the library's by {by:.2g}"] = by < 1e-12
+    by = abs(numbers["bubble"] - numbers["bubble_formula"])
+    return claims.broken(rules | {"the idle share is not that of the formula": by < 1e-12})
 
 
 def gradient(model):
@@ -225,27 +216,14 @@ def gradient(model):
     return torch.cat([grad.flatten() for grad in grads])
 
 
-def what_is_told(job, args, numbers):
-    """Return the lines that the last rank has to tell, and the two losses, for --json."""
-    model, rows, targets = lesson.make_chain(3 * args.batch_size, args.seed)
-    first = mse_loss(model(rows), targets).item()
-    claims.fill(model, functools.reduce(dict.__or__, (r.values_at_end() for r in job.values())))
-    last = mse_loss(model(rows), targets).item()
-    where = f"over {numbers['backend']} on {numbers['device']}, schedule {args.schedule}"
-    pieces = f"{args.micro_batches} micro-batches of {numbers['rows']} rows"
-    told = [f"ranks: {len(job)}, {where}, {pieces}"]
-    told.append(f"loss: {first:.3g} before, {last:.3g} after {args.steps} steps")
-    return told, {"loss_first": first, "loss_last": last}
-
-
 def wrong_in_pieces():
-    """train() refuses three rows in two pieces."""
+    """A batch that can't be cut into equal pieces is refused: three rows in two."""
     rows = torch.zeros(3, 32, dtype=torch.float64)
     try:
         lesson.train(0, 1, lesson.make_chain(1)[0], [(rows, rows)], lambda *_: [], 2)
     except ValueError:
-        return []
-    return ["a batch is cut into unequal pieces"]
+        return None
+    return "a batch is cut into unequal pieces"
 
 
 # --- Two steps, played by threads ---
@@ -255,34 +233,31 @@ class Played:
     """Threads that play two steps of the ranks: each rank's `actions`, and how many it `kept`."""
 
     def __init__(self, world_size, args):
-        self.model, self.batches = batches_of(args)
+        model, _, self.batches = batches_of(args)
         self.batches, self.m = self.batches[: min(2, args.steps)], args.micro_batches
-        self.stages = lesson.split(copy.deepcopy(self.model), world_size)
-        self.actions = [[] for _ in self.stages]
-        self.alive, self.kept = [[] for _ in self.stages], [0] * world_size
-        plan = lesson.SCHEDULES[args.schedule]
+        self.stages, self.schedule = lesson.split(model, world_size), args.schedule
+        self.actions, self.memory, self.counts = (defaultdict(list) for _ in range(3))  # by rank
+        self.ranks = play(world_size, self.act)
+        self.kept = [max(self.counts[rank], default=0) for rank in range(world_size)]
 
-        def act(rank, world_size):
-            self.stages[rank].register_forward_hook(functools.partial(self.after_forward, rank))
-            blank = torch.full_like(self.batches[0][0], torch.nan)  # who does not need them
-            shown = [
-                (rows if rank == 0 else blank, targets if rank == world_size - 1 else blank)
-                for rows, targets in self.batches
-            ]
-            lesson.train(rank, world_size, self.stages[rank], shown, plan, self.m)
-
-        self.ranks = play(world_size, act)
+    def act(self, rank, world_size):
+        """Be one rank; who needs no rows, or no targets, gets none."""
+        self.stages[rank].register_forward_hook(functools.partial(self.after_forward, rank))
+        blank = torch.full_like(self.batches[0][0], torch.nan)
+        first, last = rank == 0, rank == world_size - 1
+        shown = [(x if first else blank, y if last else blank) for x, y in self.batches]
+        plan = lesson.SCHEDULES[self.schedule]
+        lesson.train(rank, world_size, self.stages[rank], shown, plan, self.m)
 
     def after_forward(self, rank, stage, args, outputs):
         """Note what a rank does with which micro-batch, and how many it keeps."""
-        n = sum(kind == "forward" for kind, _ in self.actions[rank]) % self.m
-        self.actions[rank].append(("forward", n))
-        outputs.register_hook(lambda _: self.actions[rank].append(("backward", n)))
-        memory = [*args, outputs] if args[0].requires_grad else [outputs]  # rows are there anyway
-        position = len(self.actions[rank])
-        self.alive[rank] += [(position, weakref.ref(x.untyped_storage())) for x in memory]
-        self.alive[rank] = [one for one in self.alive[rank] if one[1]() is not None]
-        self.kept[rank] = max(self.kept[rank], len({at for at, _ in self.alive[rank]}))
+        actions, memory = self.actions[rank], self.memory[rank]
+        n = sum(kind == "forward" for kind, _ in actions) % self.m
+        actions.append(("forward", n))
+        outputs.register_hook(lambda _: actions.append(("backward", n)))
+        own = [*args, outputs] if args[0].requires_grad else [outputs]  # rows are there anyway
+        memory.append([weakref.ref(tensor.untyped_storage()) for tensor in own])
+        self.counts[rank].append(sum(any(one() is not None for one in refs) for refs in memory))
 
     def wrong(self, job, args):
         """Return what is wrong with the order, with what is kept, or with what came of it."""
@@ -292,24 +267,21 @@ class Played:
             if rank.error or rank.wrong:
                 found.append(f"rank {number}, played: {rank.error or rank.wrong[0]}")
             if self.actions[number] != rule * len(self.batches):
-                found.append(f"rank {number} did {short(self.actions[number])}: {args.schedule}")
+                did = short(self.actions[number])
+                found.append(f"rank {number}, played, does {did}: {args.schedule}")
             elif self.kept[number] != alive_at_most(rule):
-                found.append(f"rank {number} kept {self.kept[number]} micro-batches at a time")
-            self.actions[number] = self.actions[number][: len(rule)]
+                found.append(f"rank {number} keeps {self.kept[number]} micro-batches at a time")
         after = [claims.numbers_of(stage, lambda own: own) for stage in self.stages]
         theirs = whole_vector(job, len(self.batches) - 1, "after")
-        if not claims.off(torch.cat([*map(torch.from_numpy, after)]).numpy(), theirs) < 1e-12:
+        if not claims.off(np.concatenate(after), theirs) < 1e-12:
             found.append("the play does not what the ranks did")
         return found
 
 
 def library_gradients(world_size, args):
     """Return the first step's gradients by torch.distributed.pipelining, and what went wrong."""
-    model, ((rows, targets), *_) = batches_of(args)
+    model, _, ((rows, targets), *_) = batches_of(args)
     stages, letters = lesson.split(model, world_size), defaultdict(SimpleQueue)
-
-    def send(objects, dst, **_):  # of what shape messages will be
-        letters[dist.get_rank(), dst].put(objects)
 
     def receive(objects, src, **_):
         objects[:] = letters[src, dist.get_rank()].get(timeout=60)
@@ -317,11 +289,13 @@ def library_gradients(world_size, args):
     def act(rank, world_size):
         library_step(rank, world_size, stages[rank], rows, targets, args)
 
-    places = {"get_global_rank": lambda group, rank: rank, "send_object_list": send}
-    with (
-        patch.multiple(dist, **places, recv_object_list=receive),
-        patch.object(dist.distributed_c10d, "_get_default_group"),
-    ):
+    places = {
+        "get_global_rank": lambda group, rank: rank,
+        "send_object_list": lambda objects, dst, **_: letters[dist.get_rank(), dst].put(objects),
+        "recv_object_list": receive,  # of what shape messages will be
+    }
+    group = patch.object(dist.distributed_c10d, "_get_default_group")
+    with patch.multiple(dist, **places), group:
         errors = [rank.error for rank in play(world_size, act) if rank.error]
     found = torch.cat([gradient(stage) for stage in stages]).numpy()
     return found, [f"these stages by the library: {error}" for error in errors]
