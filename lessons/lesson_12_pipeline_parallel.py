@@ -128,8 +128,11 @@ def join_group(backend=None, store=None):
 
 # --- The example ---
 
-SCHEDULES = dict.fromkeys(("naive", "gpipe"), all_forward_then_all_backward)
-SCHEDULES["1f1b"] = one_forward_one_backward
+SCHEDULES = {
+    "naive": all_forward_then_all_backward,  # of one piece
+    "gpipe": all_forward_then_all_backward,
+    "1f1b": one_forward_one_backward,
+}
 
 
 def make_chain(batch_size, seed=0, layers=8, width=32):
@@ -157,8 +160,9 @@ def mean_loss(rank, stage, rows, targets):
 def main(args):
     """Train this rank's layers; the last rank, which knows the loss, tells it."""
     rank, world_size, device = join_group()
-    model, *data = make_chain(3 * args.batch_size, args.seed)
-    stage, (rows, targets) = split(model, world_size)[rank].to(device), (x.to(device) for x in data)
+    model, rows, targets = make_chain(3 * args.batch_size, args.seed)
+    stage = split(model, world_size)[rank].to(device)
+    rows, targets = rows.to(device), targets.to(device)
     pairs = zip(rows.split(args.batch_size), targets.split(args.batch_size), strict=True)
     batches = itertools.islice(itertools.cycle(pairs), args.steps)
     before = mean_loss(rank, stage, rows, targets)

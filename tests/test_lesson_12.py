@@ -16,12 +16,12 @@ MESSAGE = 32 * 32 * 8  # bytes: rows, width, float64
 
 BREAKS = {
     "GPipe under the name of 1F1B": (
-        'SCHEDULES["1f1b"] = one_forward_one_backward',
-        'SCHEDULES["1f1b"] = all_forward_then_all_backward',
+        '"1f1b": one_forward_one_backward',
+        '"1f1b": all_forward_then_all_backward',
     ),
     "1F1B under the name of GPipe": (
-        '("naive", "gpipe"), all_forward_then_all_backward)',
-        '("naive", "gpipe"), one_forward_one_backward)',
+        '"gpipe": all_forward_then_all_backward',
+        '"gpipe": one_forward_one_backward',
     ),
     "a warm-up twice as long": (
         "ahead = min(world_size - 1 - rank, micro_batches)",
