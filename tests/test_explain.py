@@ -155,7 +155,87 @@ COLOURED = """\
 \r 98%|##| 98/100 [00:12<00:01]\r\x1b[31m[rank1]: Traceback (most recent call last):\x1b[0m
 \r 99%|##| 99/100 [00:12<00:01]\r\x1b[31m[rank1]: \x1b[1mKeyError\x1b[0m: 'cat'\x1b[0m
 """
+TWO_MACHINES = """\
+Root Cause (first observed failure):
+  time      : 2026-11-27_13:45:52
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 19414)
+Root Cause (first observed failure):
+  time      : 2026-11-27_13:45:01
+  rank      : 4 (local_rank: 0)
+  exitcode  : 1 (pid: 19401)
+"""
+ONE_LINE = """\
+W1127 13:45:51.6 14 torch/distributed/elastic/api.py:851] Sending process 2 closing signal SIGTERM
+E1127 13:45:52.7 14 torch/distributed/api.py:826] failed (exitcode: -9) local_rank: 1 (pid: 3)
+"""
+DEEPSPEED = """\
+  0%|     | 0/17 [00:00<?]\r[2026-11-27 13:45:51,090] [INFO] [launch.py:315] Killing subprocess 27
+[2026-11-27 13:45:51,716] [ERROR] [launch.py:321:sigkill_handler] ['python', '-u', 'train.py', \
+'--local_rank=3', '--deepspeed', 'config.json'] exits with return code = -7
+"""
+OF_SRUN = """\
+srun: error: node7: task 2: Out Of Memory
+srun: error: node3: tasks 0-1: Terminated
+slurmstepd: error: *** STEP 9.0 ON node7 CANCELLED AT 2026-11-27T13:45:51 ***
+"""
+MPIRUN = """\
+[1,1]<stderr>:Traceback (most recent call last):
+[1,1]<stderr>:  File "/home/a/train.py", line 8, in <module>
+[1,1]<stderr>:RuntimeError: Horovod has been shut down. This was caused by an exception
+mpirun detected that one or more processes exited with non-zero status. The first to do so was:
+  Process name: [[50371,1],0]
+"""
+HOSTS = """\
+gpu003: epoch 1
+node-12: epoch 1
+node-12: Traceback (most recent call last):
+gpu003: Traceback (most recent call last):
+node-12:   File "/home/a/train.py", line 9, in <module>
+gpu003:   File "/home/a/train.py", line 30, in <module>
+gpu003: RuntimeError: [11] is setting up NCCL communicator and retrieving ncclUniqueId from [0]
+node-12: KeyError: 'cat'
+"""
+OF_NCCL = """\
+node7:63025:66048 [0] misc/socket.cc:49 NCCL WARN Connection closed by remote peer node8<51159>
+node7:63028:66152 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'
+"""
+SPAWNED_AND_KILLED = """\
+Traceback (most recent call last):
+  File "/home/a/train.py", line 9, in <module>
+torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGSEGV
+"""
+PASTED = """\
+[rank1]:   File "/home/a/train.py", line 9, in <module>
+[rank1]:     raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
+[rank1]: RuntimeError: Missing key in checkpoint state_dict: head.
+"""
 LOGS = {
+    "tables of two machines": (
+        TWO_MACHINES,
+        r"rank 4 ended first \(exitcode : 1\), and says nothing",
+    ),
+    "torchrun's line without its table": (
+        ONE_LINE,
+        r"local rank 1 failed: exitcode : -9 \(SIGKILL\)",
+    ),
+    "DeepSpeed's launcher": (DEEPSPEED, r"local rank 3 failed: exitcode : -7(.|\n)*/dev/shm"),
+    "srun's": (OF_SRUN, r"task 2 failed: exitcode : -9(.|\n)*memory was full"),
+    "mpirun's": (MPIRUN, r"rank 1 lost another rank(.|\n)*rank 0 says nothing: look there first"),
+    "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*host gpu003 only felt it: is setting"),
+    "nccl's own": (OF_NCCL, r"local rank 3 failed: .*Cuda(.|\n)*local rank 0 only felt it: Conn"),
+    "of a spawned process that was killed": (
+        SPAWNED_AND_KILLED,
+        r"process 1 failed: exitcode : -11",
+    ),
+    "pasted without its head": (
+        PASTED,
+        r"rank 1 failed: RuntimeError: Missing key(.|\n)*train.py:9",
+    ),
+    "an error of a line alone": (
+        "ValueError: no cat\n",
+        r"a process .* failed: ValueError: no cat",
+    ),
     "torchrun's, whose table names the wrong rank": (
         TORCHRUN,
         r"rank 1 failed: KeyError: 'cat'\n.*train.py:41, in load; line 8 of(.|\n)*Nothing is known"
@@ -192,7 +272,10 @@ LOGS = {
         r"rank 2 failed: ValueError: no such digit\n",
     ),
     "coloured, after a progress bar": (COLOURED, r"rank 1 failed: KeyError: 'cat'"),
-    "nothing went wrong": ("epoch 1\nepoch 2\n", r"no process tells of an error in 2 lines\n(.|\n)*stands still"),
+    "nothing went wrong": (
+        "epoch 1\nepoch 2\n",
+        r"no process tells of an error in 2 lines\n(.|\n)*stands still",
+    ),
     "cut in the middle": (TORCHRUN[:480], r"rank 1 failed: KeyError: 'cat'"),
     "cut before the error": (
         TORCHRUN[:300],

@@ -33,7 +33,7 @@ TELLING = (
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What containers and clusters put before each line.
 STAMP = re.compile(
-    r"\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?|\S+ +\| "
+    r"^(\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?|\S+ +\| |stderr: )"
 )
 MARKS = [
     (re.compile(r".{0,300}?\[rank(\d+)\]: ?"), "rank"),  # torch, in a process that has a group
@@ -150,7 +150,7 @@ class Log:
             if self.open or any(word in line for word in TELLING):
                 for part in line[-LONGEST:].split(b"\r"):
                     text = COLOUR.sub("", part.decode("utf-8", "replace")).rstrip()
-                    self.hear(number, *speaker(STAMP.sub("", text, count=1), self.marks))
+                    self.hear(number, *speaker(STAMP.sub("", text), self.marks))
 
     def hear(self, number, who, text):
         """Take in one line."""
@@ -162,7 +162,9 @@ class Log:
             self.spawned = f"process {found[1]}"
             return
         if found := BY_LAUNCHER.match(text):
-            self.hear_other(number, found[1], found[2])
+            entry = self.find(found[2])
+            role = entry.role if entry else role_of("RuntimeError", found[2])
+            self.keep(Said(*found.groups(), role, entry, "", self.name, number), self.said)
             return
         who = who or self.spawned or self.launchers.row.get("who", "")
         if begins := BEGIN.search(text):

@@ -50,7 +50,7 @@ TROUBLE = re.compile(
 
 
 def code_of(words, pattern_says_signal=False):
-    """Return the exit code that "1", "-9", "SIGKILL" or srun's words mean; None if they mean none."""
+    """Return the exit code that "1", "-9", "SIGKILL" or srun's words mean, or None."""
     if re.fullmatch(r"-?\d+", words):
         return -int(words) if pattern_says_signal else int(words)
     if words.startswith("SIG"):
