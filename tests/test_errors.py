@@ -208,15 +208,18 @@ def new():
     return Path(tempfile.mkdtemp(), "model.pt")
 
 
-def for_a_second():
-    return dist.new_group(timeout=timedelta(seconds=1))
+def hasty():
+    """Return a group that has met, and from now on waits for a second only."""
+    group = dist.new_group()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    return group
 
 
 def in_detail():
     """Return a group that compares what its ranks call."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        return for_a_second()
+        return dist.new_group()
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
@@ -316,6 +319,14 @@ FAULTS = {
         lambda rank, world_size: dist.broadcast(torch.ones(1), src=world_size),
         lambda rank, world_size: dist.broadcast(torch.ones(1), src=world_size - 1),
     ),
+    "is not part of group": (
+        lambda rank, _: dist.broadcast(torch.ones(1), 0, group=dist.new_group([1])),
+        lambda rank, _: dist.broadcast(torch.ones(1), 1, group=dist.new_group([1])),
+    ),
+    "takes … positional … given": (
+        lambda *_: start(is_there, 1, 2),
+        lambda *_: start(is_there, 1),
+    ),
     "invalid tensor size at index": (
         gathered(lambda mine, world_size: [torch.ones(3)] * world_size),
         gathered(lambda mine, world_size: [torch.empty_like(mine) for _ in range(world_size)]),
@@ -364,6 +375,10 @@ FAULTS = {
         lambda *_: loads(WRAPPED),
         lambda *_: loads(PLAIN),
     ),
+    'in state_dict: "_orig_mod.': (
+        lambda *_: loads({f"_orig_mod.{name}": tensor for name, tensor in PLAIN.items()}),
+        lambda *_: loads(PLAIN),
+    ),
     "size mismatch for": (lambda *_: loads(SMALL), lambda *_: loads({}, strict=False)),
     "loaded state dict contains a parameter group …": (
         lambda *_: file_of(TwoHeads()),
@@ -390,7 +405,7 @@ FAULTS = {
         lambda rank, _: train(),
     ),
     "appears not to match sizes of the same param in process 0": (
-        lambda rank, _: train(model=nn.Linear(2, 2 + rank), process_group=for_a_second()),
+        lambda rank, _: train(model=nn.Linear(2, 2 + rank), process_group=hasty()),
         None,
     ),
     "Too many open files": (
@@ -414,7 +429,7 @@ FAULTS = {
         lambda *_: torch.load(saved(torch.ones(99))),
     ),
     "Application timeout caused pair closure": (
-        lambda rank, _: [four_at_once(group) for group in [for_a_second()] if rank == 0],
+        lambda rank, _: [four_at_once(group) for group in [hasty()] if rank == 0],
         None,
     ),
     "Detected mismatch between collectives on ranks": (

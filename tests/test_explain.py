@@ -210,7 +210,106 @@ PASTED = """\
 [rank1]:     raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
 [rank1]: RuntimeError: Missing key in checkpoint state_dict: head.
 """
+STOPPED = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 9, in <module>
+[rank1]: StopIteration
+[rank1]:[W1127 13:41:36 ProcessGroupNCCL.cpp:1524] Warning: destroy_process_group() was not called
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Timed out waiting 60000ms for recv operation to complete
+"""
+IGNORES_SIGTERM = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Timed out waiting 60000ms for recv operation to complete
+  time      : 2026-11-27_13:46:15
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 9)  (SIGKILL)
+  traceback : Signal 9 (SIGKILL) received by PID 9
+  time      : 2026-11-27_13:45:44
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 8)
+"""
+OF_A_TOOL = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 12, in <module>
+[rank1]: subprocess.CalledProcessError: Command '['tar', 'xf', 'data.tar']' returned 2.
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: [/src/pair.cc:553] Connection closed by peer
+"""
+GROUP = """\
+[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "/home/a/train.py", line 60, in <module>
+[rank1]:   | ExceptionGroup: readers (1 sub-exception)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | OSError: [Errno 5] Input/output error: 'a.png'
+[rank1]:     +------------------------------------
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: [/src/pair.cc:553] Connection closed by peer
+"""
+DOWNLOAD = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/data.py", line 41, in get
+[rank1]: requests.exceptions.ConnectionError: (104, 'Connection reset by peer')
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Timed out waiting 60000ms for recv operation to complete
+"""
+WORDS_OF_A_PROGRAM = """\
+epoch 2 | Errors: Too many open files: 0, Broken pipe: 0
+Error caught was: No module named 'triton'
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 4, in <module>
+[rank1]: ModuleNotFoundError: No module named 'apex'
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 60, in <module>
+[rank1]: ZeroDivisionError: division by zero
+[rank1]: Exception ignored in: <function Reader.__del__ at 0x7f>
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/data.py", line 70, in __del__
+[rank1]: AttributeError: 'Reader' object has no attribute 'file'
+"""
+HEALTHY = WORDS_OF_A_PROGRAM[: WORDS_OF_A_PROGRAM.index("[rank1]")]
+VICTIM_FIRST = """\
+[rank0]: Traceback (most recent call last):
+[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3353, remote \
+process exited or there was a network error, NCCL version 2.27.5
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 4, in <module>
+[rank1]: KeyError: 'cat'
+terminate called without an active exception
+"""
+CTRL_C = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 60, in <module>
+[rank0]: KeyboardInterrupt
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 28556 got signal: 2
+"""
+AN_ERROR_BY_FLAG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 4, in <module>
+[rank1]: UserWarning: This DataLoader will create 64 worker processes in total.
+"""
+ODD_TABLES = """\
+  time : 3.2s
+  rank      : 5 (local_rank: 1)
+  exitcode  : -35 (pid: 23229)
+  rank : abc
+"""
 LOGS = {
+    "an exception of another name, and a warning": (STOPPED, r"rank 1 failed: StopIteration\n"),
+    "a rank that torchrun had to kill": (IGNORES_SIGTERM, r"rank 0 waited in vain"),
+    "another program's error": (OF_A_TOOL, r"rank 1 failed: subprocess.CalledProcessError"),
+    "a group of errors": (GROUP, r"rank 1 failed: OSError(.|\n)*rank 0 only felt it"),
+    "a connection of one's own": (
+        DOWNLOAD,
+        r"rank 1 failed: requests.*Conn(.|\n)*rank 0 only felt",
+    ),
+    "what a program says of errors": (WORDS_OF_A_PROGRAM, r"rank 1 failed: ZeroDivisionError"),
+    "a job without errors": (HEALTHY, r"no process tells of an error"),
+    "the victim comes first": (VICTIM_FIRST, r"rank 1 failed: KeyError(.|\n)*rank 0 only felt it"),
+    "Ctrl-C": (CTRL_C, r"(.|\n)*got signal: 2(.|\n)*rank 0 only felt it: KeyboardInterrupt.*:60"),
+    "a warning made an error": (AN_ERROR_BY_FLAG, r"rank 1 failed: UserWarning"),
+    "a table that is none": (ODD_TABLES, r"rank 5 failed: exitcode : -35\n"),
     "tables of two machines": (
         TWO_MACHINES,
         r"rank 4 ended first \(exitcode : 1\), and says nothing",
@@ -221,7 +320,10 @@ LOGS = {
     ),
     "DeepSpeed's launcher": (DEEPSPEED, r"local rank 3 failed: exitcode : -7(.|\n)*/dev/shm"),
     "srun's": (OF_SRUN, r"task 2 failed: exitcode : -9(.|\n)*memory was full"),
-    "mpirun's": (MPIRUN, r"rank 1 lost another rank(.|\n)*rank 0 says nothing: look there first"),
+    "mpirun's": (
+        MPIRUN,
+        r"rank 1 tells only what follows from(.|\n)*rank 0 says nothing: look there first",
+    ),
     "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*host gpu003 only felt it: is setting"),
     "nccl's own": (OF_NCCL, r"local rank 3 failed: .*Cuda(.|\n)*local rank 0 only felt it: Conn"),
     "of a spawned process that was killed": (
@@ -239,7 +341,7 @@ LOGS = {
     "torchrun's, whose table names the wrong rank": (
         TORCHRUN,
         r"rank 1 failed: KeyError: 'cat'\n.*train.py:41, in load; line 8 of(.|\n)*Nothing is known"
-        r"(.|\n)*\nrank 0 only felt it: Connection closed by peer \(lesson 03, 19\)",
+        r"(.|\n)*\nrank 0 only felt it: Connection closed by peer \(train.py:60, in",
     ),
     "a rank is killed": (
         KILLED,

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 from lockstep import errors, launched
@@ -62,19 +63,18 @@ HEADS = {
     errors.CAUSE: "failed",
     errors.MISMATCH: "met another rank in the wrong call; either of them can be the wrong one",
     errors.WAIT: "waited in vain, and no rank in this log says why",
-    errors.ECHO: "lost another rank, and no rank in this log says why",
+    errors.ECHO: "tells only what follows from another error, which is not in this log",
 }
 
 
 def tell(log):
     """Return the lines that a reader sees."""
-    ended = list(ended_by_signals(log))
-    failed = [said for said in [*ended, *log.said] if said.role != errors.WARNING]
-    failed = failed or [said for said in log.bare if said.role != errors.WARNING]
+    failed = [*ended_by_signals(log), *log.said, *log.bare]
+    failed = [said for said in failed if said.role != errors.WARNING]
     warned = [said for said in log.said if said.role == errors.WARNING and said.entry]
     if not failed:
         return [*nothing(log), *warnings(warned)]
-    cause = min(failed, key=lambda said: errors.ROLES.index(said.role))
+    cause = min(failed, key=partial(order, log))
     same = [said for said in failed if alike(said, cause)]
     rest = [said for said in failed if not alike(said, cause)]
     return [
@@ -85,13 +85,23 @@ def tell(log):
     ]
 
 
+def order(log, said):
+    """Sort the cause first.
+
+    An error with a traceback comes before a line, and one after which its process went on (it has
+    another traceback, which did not follow from this one) before what is only a word in a line.
+    """
+    last = not said.who or said.chain == log.chains[said.who]
+    return (said in log.bare, errors.ROLES.index(said.role), not said.chain, not last)
+
+
 def ended_by_signals(log):
     """Return what launchers say of processes that a signal has ended, as Said."""
     for who, code in log.launchers.order.items():
         entry = log.find(launched.named(code)) if code < 0 else None
         if code < 0:
             role = entry.role if entry else errors.CAUSE
-            yield Said(who, launched.named(code), role, entry)
+            yield Said(who, launched.named(code), role, entry, chain=log.chains[who] or 1)
 
 
 def alike(one, other):
@@ -103,7 +113,8 @@ def alike(one, other):
 
 def of_cause(cause, same, log):
     """Return the lines on what has failed, and what to do."""
-    head = f"{listed(said.who for said in same)} {HEADS[cause.role]}: {cause.text[:300]}"
+    does = "may have failed" if cause in log.bare else HEADS[cause.role]
+    head = f"{listed(said.who for said in same)} {does}: {cause.text[:300]}"
     lines = [*wrapped(head, indent=""), *wrapped(seen(cause))]
     if cause.role in (errors.WAIT, errors.ECHO):
         lines += silent(log)
@@ -185,10 +196,10 @@ def by_number(name):
 
 def in_short(said):
     """Return the words of a message that the page knows, with its lessons; or the message."""
-    if not said.entry:
-        return said.text
-    lessons = f" (lesson {', '.join(said.entry.lessons)})" if said.entry.lessons else ""
-    return f"{said.entry.words_in(said.text)}{lessons}"
+    words = said.entry.words_in(said.text) if said.entry else said.text[:WIDTH]
+    lessons = f"lesson {', '.join(said.entry.lessons)}" if said.entry and said.entry.lessons else ""
+    where = "; ".join(part for part in (said.place, lessons) if part)
+    return f"{words} ({where})" if where else words
 
 
 def wrapped(text, indent="  "):

@@ -25,7 +25,7 @@ TELLING = (
     *(b"NCCL", b"oom", b"Out Of", b"terminate", b"what():", b"  rank ", b"  time ", b"roup"),
     *(b"imed out", b"leaked", b"An attempt", b"OMP_NUM", b"Address", b"hostname", b"us error"),
     *(b"mismatch", b"key(s)", b"unrecognized", b"not receive", b"rocess name", b"return code"),
-    *(b"CANCELLED", b"task ", b"watchdog", b"FAILED"),
+    *(b"CANCELLED", b"task ", b"watchdog", b"FAILED", b"above exc", b"free()"),
 )
 
 # --- Who says a line ---
@@ -33,7 +33,8 @@ TELLING = (
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What containers and clusters put before each line.
 STAMP = re.compile(
-    r"^(\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?|\S+ +\| |stderr: )"
+    r"^(\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?"
+    r"|[\w.-]+ +\| |stderr: )"
 )
 MARKS = [
     (re.compile(r".{0,300}?\[rank(\d+)\]: ?"), "rank"),  # torch, in a process that has a group
@@ -85,32 +86,51 @@ class Said(NamedTuple):
     place: str = ""
     log: str = ""
     line: int = 0
+    chain: int = 0  # errors that led to one another have the same number; 0: without a traceback
 
 
 BEGIN = re.compile(r"(Original )?Traceback \(most recent call last\)")
 FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Empty)(?=:|$)")
+LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)+\w+|[A-Z]\w*)(?=:|$)")  # of a traceback: cv2.error
+GROUP = re.compile(r" *\| ")  # the margin of an ExceptionGroup
+LED_TO = re.compile("The above exception was the direct cause|During handling of the above exc")
+IGNORED = re.compile("Exception ignored in|Error in atexit")  # what comes as Python clears up
 # These only pass on what a process has said, above or below.
-PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|CalledProcess|Checkpoint)E")
+PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|Checkpoint)E|ExceptionGroup")
+# So begins a line that tells of an error, and is not only a program's word about one.
+SERIOUS = re.compile(
+    r"\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
+    r"|Fatal|ERROR: |\S+: error: |\S+:\d+:\d+ \[\d+\] |[\w.]*(Error|Exception)[:(])"
+)
+OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 BY_LAUNCHER = re.compile(r"(rank \d+) failed: (.*)")
 
 
-def role_of(name, text):
-    """Return the role of an exception that the page does not know; `name` is its type."""
-    of_torch = name == "RuntimeError" or name.startswith("torch.distributed")
-    if "Warning" in name:
+def is_of_torch(name):
+    """Return whether an exception's type is one with which torch.distributed tells of others."""
+    return name == "RuntimeError" or name.startswith("torch.")
+
+
+def role_of(name, text, entry, traced):
+    """Return the role of an exception of this type; `traced`: it has ended a traceback."""
+    own = is_of_torch(name) or name == "KeyboardInterrupt"
+    if entry and (own or entry.role in (errors.CAUSE, errors.WARNING)):
+        return errors.CAUSE if traced and entry.role == errors.WARNING else entry.role
+    if "Warning" in name and not traced:
         return errors.WARNING
-    if of_torch and LOST.search(text):
+    if is_of_torch(name) and LOST.search(text):
         return errors.ECHO
-    if of_torch and LATE.search(text):
+    if is_of_torch(name) and LATE.search(text):
         return errors.WAIT
     return errors.CAUSE
 
 
-def is_in_traceback(text):
-    """Return whether a line can stand between the first and the last line of a traceback."""
-    return text[:1] in ("", " ", "\t") or text.startswith("| ")
+def goes_on(last, number, text, entry):
+    """Return whether a line is one more of a message that the page did not know by its first."""
+    stronger = errors.ROLES.index(entry.role) <= errors.ROLES.index(last.role)
+    return not last.entry and number - last.line < 5 and stronger and not OF_CPP.match(text)
 
 
 class Log:
@@ -125,6 +145,11 @@ class Log:
         self.launchers = Launchers()
         self.marks = MARKS
         self.open = {}  # {who: innermost place of yours} of each traceback that has begun
+        self.chains = Counter()  # tracebacks of each that did not lead to one another
+        self.linked, self.ignored = (
+            set(),
+            set(),
+        )  # whose next traceback belongs to the last; is idle
         self.around = None  # the entry of an error that has only passed on the one which comes
         self.spawned = ""  # whose traceback mp.spawn passes on
 
@@ -148,7 +173,10 @@ class Log:
         """Take in these lines of bytes; those without a telling word cost little."""
         for number, line in enumerate(lines, self.lines + 1):
             if self.open or any(word in line for word in TELLING):
-                for part in line[-LONGEST:].split(b"\r"):
+                line = (
+                    line if len(line) <= LONGEST else line[: LONGEST // 2] + line[-LONGEST // 2 :]
+                )
+                for part in line.split(b"\r"):
                     text = COLOUR.sub("", part.decode("utf-8", "replace")).rstrip()
                     self.hear(number, *speaker(STAMP.sub("", text), self.marks))
 
@@ -163,21 +191,36 @@ class Log:
             return
         if found := BY_LAUNCHER.match(text):
             entry = self.find(found[2])
-            role = entry.role if entry else role_of("RuntimeError", found[2])
-            self.keep(Said(*found.groups(), role, entry, "", self.name, number), self.said)
+            role = role_of("RuntimeError", found[2], entry, traced=False)
+            self.keep(Said(*found.groups(), role, entry, "", self.name, number, 1), self.said)
             return
         who = who or self.spawned or self.launchers.row.get("who", "")
-        if begins := BEGIN.search(text):
-            if begins[1] and self.said:  # after "Caught KeyError in DataLoader worker process 0."
-                self.around = self.said.pop().entry
-            self.open[who] = ""
-        elif FRAME.match(text) or (who in self.open and is_in_traceback(text)):
+        if GROUP.match(text):
+            text = GROUP.sub("", text, count=1)
+            if EXCEPTION.match(text):  # one that was never raised has no traceback
+                self.open.setdefault(who, "")
+        if LED_TO.search(text):
+            self.linked.add(who)
+        elif IGNORED.search(text):
+            self.ignored.add(who)
+        elif begins := BEGIN.search(text):
+            self.begin(who, original=bool(begins[1]))
+        elif FRAME.match(text) or (who in self.open and text[:1] in ("", " ", "\t")):
             self.hear_frame(who, text)
-        elif named := EXCEPTION.match(text):
+        elif named := (LAST_LINE if who in self.open else EXCEPTION).match(text):
             self.hear_exception(number, who, named[0], text)
         else:
             self.open.pop(who, None)
             self.hear_other(number, who, text)
+
+    def begin(self, who, original):
+        """Take in the first line of a traceback."""
+        if original and self.said:  # after "Caught KeyError in DataLoader worker process 0."
+            self.around = self.said.pop().entry
+        elif who not in self.linked | self.ignored:
+            self.chains[who] += 1
+        self.linked.discard(who)
+        self.open[who] = ""
 
     def in_table(self, text):
         """Return a line of torchrun's table, which may have a traceback, without its margin."""
@@ -196,14 +239,17 @@ class Log:
     def hear_exception(self, number, who, name, text):
         """Take in the line with the type and the message."""
         place = self.open.pop(who, None)
-        if PASSED_ON.search(name):
+        by_launcher = "CalledProcessError" in name and not place
+        if PASSED_ON.search(name) or by_launcher or who in self.ignored:
             self.spawned = ""
+            self.ignored.discard(who)
             return
         entry = self.find(text) or self.around
         self.around = None
-        role = entry.role if entry else role_of(name, text)
-        said = Said(who, text, role, entry, place or "", self.name, number)
-        self.keep(said, self.bare if place is None and not entry else self.said)
+        role = role_of(name, text, entry, place is not None)
+        chain = self.chains[who] if place is not None else 0
+        said = Said(who, text, role, entry, place or "", self.name, number, chain)
+        self.keep(said, self.said if chain or entry else self.bare)
 
     def hear_other(self, number, who, text):
         """Take in what is no exception of Python: a warning, C++'s words, a message's next line."""
@@ -211,15 +257,18 @@ class Log:
         if not entry or text.lstrip().startswith("raise "):
             return
         last = self.said[-1] if self.said else None
-        if last and last.who == who and not last.entry and number - last.line < 20:
+        if last and last.who == who and goes_on(last, number, text, entry):
             text = f"{last.text} {text.strip()}"
             self.said[-1] = last._replace(text=text, role=entry.role, entry=entry)
-        else:
-            self.keep(Said(who, text.strip(), entry.role, entry, "", self.name, number), self.said)
+            return
+        if who.startswith("rank") or entry.role == errors.WARNING or SERIOUS.match(text):
+            said = Said(who, text.strip(), entry.role, entry, "", self.name, number)
+            self.keep(said, self.said)
 
     def find(self, text):
         """Return the entry of the page whose words stand in this text, or None."""
-        return next((entry for entry in self.page if entry.words_in(text)), None)
+        found = [entry for entry in self.page if entry.words_in(text)]
+        return max(found, key=lambda entry: entry.role == errors.WARNING, default=None)
 
     def keep(self, said, where):
         """Keep what is said, but for what comes after the first MOST of somebody."""

@@ -18,7 +18,9 @@ class Exit(NamedTuple):
     timestamp: float
 
 
-FIELD = re.compile(r"\s+(time|rank|exitcode) +: (\S+)")  # a row of torchrun's table
+# A row of torchrun's table.
+FIELD = re.compile(r"\s+(time|rank|exitcode) +: (\d{4}-\S+_\S+|-?\d+) *(?=\(|$)")
+RECEIVED = re.compile(r"\s+traceback : Signal \d+ ")  # says no more than the exit code
 # Each says (who, with which exit code); what follows a number of srun's is in WORDS.
 LEFT = [
     (re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<number>\d+)"), "local rank"),
@@ -45,7 +47,8 @@ WORDS = {
 # A line of a launcher or of a cluster after which nobody can say that all went well.
 TROUBLE = re.compile(
     r"srun: error|slurmstepd\S*: error|mpirun (detected|noticed)|Killing subprocess|NCCL WARN"
-    r"|exitcode|death signal|closing signal|CANCELLED|Worker group failed|returned non-zero exit"
+    r"|exitcode *: -?[1-9]|death signal|closing signal|CANCELLED|Worker group failed"
+    r"|returned non-zero exit"
 )
 
 
@@ -53,17 +56,25 @@ def code_of(words, pattern_says_signal=False):
     """Return the exit code that "1", "-9", "SIGKILL" or srun's words mean, or None."""
     if re.fullmatch(r"-?\d+", words):
         return -int(words) if pattern_says_signal else int(words)
-    if words.startswith("SIG"):
+    if words in signal.Signals.__members__:
         return -signal.Signals[words]
     if found := re.search(r"exit code (\d+)", words):
         return int(found[1])
     return next((code for said, code in WORDS.items() if words.startswith(said)), None)
 
 
+def seconds_of(time):
+    """Return a time of torchrun's table in seconds; 0 if it is none, as when the table was cut."""
+    try:
+        return datetime.strptime(time, "%Y-%m-%d_%H:%M:%S").timestamp()
+    except ValueError:
+        return 0.0
+
+
 def named(code):
     """Return an exit code in the words of torchrun's table."""
-    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-    return f"exitcode : {code}{name}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"exitcode : {code}{names.get(-code, '')}"
 
 
 class Launchers:
@@ -80,6 +91,8 @@ class Launchers:
             self.trouble = text.strip()
         if found := FIELD.match(text):
             self.hear_field(*found.groups())
+            return True
+        if RECEIVED.match(text):
             return True
         if found := MPIRUN_NAMES.search(text):
             self.left.setdefault(f"rank {found[1]}", 1)
@@ -98,8 +111,8 @@ class Launchers:
         self.row[name] = value
         if name == "rank":
             self.row["who"] = f"rank {value}"
-        elif name == "exitcode" and "who" in self.row and "time" in self.row:
-            seconds = datetime.strptime(self.row["time"], "%Y-%m-%d_%H:%M:%S").timestamp()
+        elif name == "exitcode" and int(value) and "who" in self.row:
+            seconds = seconds_of(self.row.get("time", ""))
             self.table[self.row["who"]] = Exit(int(value), seconds)
 
     @property
