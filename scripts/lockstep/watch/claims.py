@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from itertools import chain
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -140,6 +141,19 @@ def done_for_updates(rank):
 
 
 # --- What is printed ---
+
+
+@contextlib.contextmanager
+def hear():
+    """Yield a list of the lines that this process prints meanwhile; they are printed as well."""
+    said, show = [], print
+
+    def say(*words):
+        said.append(" ".join(map(str, words)))
+        show(*words)
+
+    with patch("builtins.print", say):
+        yield said
 
 
 def wrong_in_words(job, lines, speaker=0):
