@@ -295,7 +295,15 @@ ODD_TABLES = """\
   exitcode  : -35 (pid: 23229)
   rank : abc
 """
+AT_THE_END = """\
+trained
+terminate called without an active exception
+  time      : 2026-11-27_14:53:44
+  rank      : 0 (local_rank: 0)
+  exitcode  : -6 (pid: 27463)  (SIGABRT)
+"""
 LOGS = {
+    "C++'s word at the end": (AT_THE_END, r"(?!(.|\n)*says nothing:)(.|\n)*: terminate called"),
     "an exception of another name, and a warning": (STOPPED, r"rank 1 failed: StopIteration\n"),
     "a rank that torchrun had to kill": (IGNORES_SIGTERM, r"rank 0 waited in vain"),
     "another program's error": (OF_A_TOOL, r"rank 1 failed: subprocess.CalledProcessError"),

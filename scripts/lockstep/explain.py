@@ -69,7 +69,9 @@ HEADS = {
 
 def tell(log):
     """Return the lines that a reader sees."""
-    failed = [*ended_by_signals(log), *log.said, *log.bare]
+    ended = list(ended_by_signals(log))
+    follows = [said for said in ended if said.role == errors.ECHO]  # -6: its last words say why
+    failed = [*(said for said in ended if said not in follows), *log.said, *log.bare, *follows]
     failed = [said for said in failed if said.role != errors.WARNING]
     warned = [said for said in log.said if said.role == errors.WARNING and said.entry]
     if not failed:
@@ -101,7 +103,8 @@ def ended_by_signals(log):
         entry = log.find(launched.named(code)) if code < 0 else None
         if code < 0:
             role = entry.role if entry else errors.CAUSE
-            yield Said(who, launched.named(code), role, entry, chain=log.chains[who] or 1)
+            chain = 0 if role == errors.ECHO else log.chains[who] or 1
+            yield Said(who, launched.named(code), role, entry, chain=chain)
 
 
 def alike(one, other):
@@ -128,7 +131,9 @@ def of_cause(cause, same, log):
 
 def silent(log):
     """Return a line on the processes that have ended and said nothing in this log."""
-    heard = {said.who for said in log.said}
+    heard = {said.who for said in log.said if said.role != errors.WARNING}
+    if "" in heard:  # who knows whose words these are
+        return []
     quiet = [who for who in log.launchers.order if who not in heard]
     return wrapped(f"{listed(quiet)} says nothing: look there first") if quiet else []
 
