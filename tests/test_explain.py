@@ -267,7 +267,7 @@ Error caught was: No module named 'triton'
 [rank1]:   File "/home/a/data.py", line 70, in __del__
 [rank1]: AttributeError: 'Reader' object has no attribute 'file'
 """
-HEALTHY = WORDS_OF_A_PROGRAM[: WORDS_OF_A_PROGRAM.index("[rank1]")]
+HEALTHY = 200 * WORDS_OF_A_PROGRAM[: WORDS_OF_A_PROGRAM.index("[rank1]")]
 VICTIM_FIRST = """\
 [rank0]: Traceback (most recent call last):
 [rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3353, remote \
@@ -302,7 +302,48 @@ terminate called without an active exception
   rank      : 0 (local_rank: 0)
   exitcode  : -6 (pid: 27463)  (SIGABRT)
 """
+NOT_IN_THE_FIRST_LINE = """\
+> torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, invalid usage
+> ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+> Last error:
+> Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000
+"""
+IN_A_FILE = """\
+{
+  "message": {
+    "message": "RendezvousConnectionError: The connection to the C10d store has failed."
+"""
+BEHIND_A_BAR = """\
+Epoch 0:  6%|#  | 32040/500150 [6:28:43<94:39:17, 1.37it/s][E ProcessGroupNCCL.cpp:458] [Rank 7] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=64088, OpType=ALLREDUCE)
+"""
+OLD_SPAWN = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+Exception:
+
+-- Process 0 terminated with the following error:
+Traceback (most recent call last):
+  File "/home/a/train.py", line 4, in train
+KeyError: 'car'
+"""
 LOGS = {
+    "behind a quotation mark": (
+        "`ValueError: no cat`\n",
+        r"a process .* failed: ValueError: no cat",
+    ),
+    "in a sentence": (
+        "here is the error: **RuntimeError: DataLoader worker (pid 9) exited unexpectedly**\n",
+        r"a process .* failed: (.|\n)*docker run",
+    ),
+    "the words alone": (
+        "DataLoader worker (pid 9) is killed by signal: Killed\n",
+        r"(.|\n)*memory",
+    ),
+    "its fourth line": (NOT_IN_THE_FIRST_LINE, r"(.|\n)*LOCAL_RANK(.|\n)*Meeting"),
+    "torchrun's file of errors": (IN_A_FILE, r"a process .* waited in vain(.|\n)*--rdzv-endpoint"),
+    "behind a progress bar": (BEHIND_A_BAR, r"rank 7 waited .*\s+\[E(.|\n)*lesson 19"),
+    "of mp.spawn in old days": (OLD_SPAWN, r"process 0 failed: KeyError: 'car'"),
     "C++'s word at the end": (AT_THE_END, r"(?!(.|\n)*says nothing:)(.|\n)*: terminate called"),
     "an exception of another name, and a warning": (STOPPED, r"rank 1 failed: StopIteration\n"),
     "a rank that torchrun had to kill": (IGNORES_SIGTERM, r"rank 0 waited in vain"),

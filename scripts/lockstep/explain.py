@@ -71,8 +71,9 @@ def tell(log):
     """Return the lines that a reader sees."""
     ended = list(ended_by_signals(log))
     follows = [said for said in ended if said.role == errors.ECHO]  # -6: its last words say why
-    failed = [*(said for said in ended if said not in follows), *log.said, *log.bare, *follows]
-    failed = [said for said in failed if said.role != errors.WARNING]
+    failed = [*(said for said in ended if said not in follows), *log.said, *follows]
+    most = 2 if log.is_short else 1  # in a piece that was pasted, words of the page are meant
+    failed = [said for said in failed if said.role != errors.WARNING and said.doubt <= most]
     warned = [said for said in log.said if said.role == errors.WARNING and said.entry]
     if not failed:
         return [*nothing(log), *warnings(warned)]
@@ -94,7 +95,7 @@ def order(log, said):
     another traceback, which did not follow from this one) before what is only a word in a line.
     """
     last = not said.who or said.chain == log.chains[said.who]
-    return (said in log.bare, errors.ROLES.index(said.role), not said.chain, not last)
+    return (said.doubt, errors.ROLES.index(said.role), not said.chain, not last)
 
 
 def ended_by_signals(log):
@@ -116,7 +117,7 @@ def alike(one, other):
 
 def of_cause(cause, same, log):
     """Return the lines on what has failed, and what to do."""
-    does = "may have failed" if cause in log.bare else HEADS[cause.role]
+    does = "may have failed" if cause.doubt else HEADS[cause.role]
     head = f"{listed(said.who for said in same)} {does}: {cause.text[:300]}"
     lines = [*wrapped(head, indent=""), *wrapped(seen(cause))]
     if cause.role in (errors.WAIT, errors.ECHO):

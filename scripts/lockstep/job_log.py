@@ -14,6 +14,7 @@ from lockstep.launched import Launchers
 from lockstep.watch.facts import LIBRARY
 
 PIECE = 1 << 18  # bytes that are read at once
+SHORT = 1 << 14  # bytes of a log that is looked at line by line
 LONGEST = 1 << 16  # bytes of a line that are looked at
 MOST = 500  # errors that are kept of a rank: the cause comes early
 
@@ -34,7 +35,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What containers and clusters put before each line.
 STAMP = re.compile(
     r"^(\d{4}-\d\d-\d\d[T ][\d:.,]+(Z|[+-]\d\d:?\d\d)? ((stdout|stderr) [FP] )?"
-    r"|[\w.-]+ +\| |stderr: )"
+    r"|[\w.-]+ +\| |stderr: |\s*[>`*│]+ ?)"  # and what a paste has
 )
 MARKS = [
     (re.compile(r".{0,300}?\[rank(\d+)\]: ?"), "rank"),  # torch, in a process that has a group
@@ -77,7 +78,11 @@ def extra_marks(lines):
 
 
 class Said(NamedTuple):
-    """An error or a warning. `place` is the innermost line of yours in its traceback, if any."""
+    """An error or a warning. `place` is the innermost line of yours in its traceback, if any.
+
+    `doubt` is 0, or 1 for an error without a traceback that the page does not know, which may be a
+    line of a log that went on, or 2 for words of the page in a line that is no error.
+    """
 
     who: str
     text: str
@@ -86,6 +91,7 @@ class Said(NamedTuple):
     place: str = ""
     log: str = ""
     line: int = 0
+    doubt: int = 0
     chain: int = 0  # errors that led to one another have the same number; 0: without a traceback
 
 
@@ -94,14 +100,16 @@ FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Empty)(?=:|$)")
 LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)+\w+|[A-Z]\w*)(?=:|$)")  # of a traceback: cv2.error
 GROUP = re.compile(r" *\| ")  # the margin of an ExceptionGroup
+IN_JSON = re.compile(r'\s*"message": "(\w+(?:Error|Exception): .*)')  # torchrun's error file
+AFTER_A_BAR = re.compile(r"\S.*?(\[[EW]\d{0,4} .*)")
 LED_TO = re.compile("The above exception was the direct cause|During handling of the above exc")
 IGNORED = re.compile("Exception ignored in|Error in atexit")  # what comes as Python clears up
 # These only pass on what a process has said, above or below.
 PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|Checkpoint)E|ExceptionGroup")
 # So begins a line that tells of an error, and is not only a program's word about one.
 SERIOUS = re.compile(
-    r"\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
-    r"|Fatal|ERROR: |\S+: error: |\S+:\d+:\d+ \[\d+\] |[\w.]*(Error|Exception)[:(])"
+    r"^\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
+    r"|Fatal|ERROR: |\S+: error: |\S+:\d+:\d+ \[\d+\] )|\w(Error|Exception)[:(]"
 )
 OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
@@ -110,7 +118,7 @@ BY_LAUNCHER = re.compile(r"(rank \d+) failed: (.*)")
 
 def is_of_torch(name):
     """Return whether an exception's type is one with which torch.distributed tells of others."""
-    return name == "RuntimeError" or name.startswith("torch.")
+    return bool(re.match(r"RuntimeError|torch\.|Dist|Rendezvous", name))
 
 
 def role_of(name, text, entry, traced):
@@ -134,14 +142,11 @@ def goes_on(last, number, text, entry):
 
 
 class Log:
-    """What was read of a job: `said` by its processes, in the order of the lines, and by launchers.
-
-    `bare` are errors without a traceback that the page does not know: maybe only a line of a log.
-    """
+    """What was read of a job: `said` by its processes, in the order of the lines; `launchers`."""
 
     def __init__(self, page):
         self.page = page
-        self.said, self.bare, self.count = [], [], Counter()
+        self.said, self.count = [], Counter()
         self.launchers = Launchers()
         self.marks = MARKS
         self.open = {}  # {who: innermost place of yours} of each traceback that has begun
@@ -157,11 +162,13 @@ class Log:
         """Read a stream of bytes to its end; `name` is what a reader calls it."""
         self.name, self.lines, rest = name, 0, b""
         self.open.clear()
+        self.is_short = False
         while piece := stream.read(PIECE):
+            self.is_short = not self.lines and len(piece) < SHORT
             *lines, rest = (rest + piece).split(b"\n")
             if not self.lines:
                 self.marks = [*MARKS, *extra_marks(lines)]
-            if self.open or any(word in piece or word in lines[0] for word in TELLING if lines):
+            if self.is_telling(rest + piece if not lines else piece + lines[0]):
                 self.look(lines)
             self.lines += len(lines)
             if len(rest) > LONGEST:  # a progress bar ends no line
@@ -172,13 +179,17 @@ class Log:
     def look(self, lines):
         """Take in these lines of bytes; those without a telling word cost little."""
         for number, line in enumerate(lines, self.lines + 1):
-            if self.open or any(word in line for word in TELLING):
+            if self.is_telling(line):
                 line = (
                     line if len(line) <= LONGEST else line[: LONGEST // 2] + line[-LONGEST // 2 :]
                 )
                 for part in line.split(b"\r"):
                     text = COLOUR.sub("", part.decode("utf-8", "replace")).rstrip()
                     self.hear(number, *speaker(STAMP.sub("", text), self.marks))
+
+    def is_telling(self, text):
+        """Return whether bytes have to be looked at."""
+        return self.is_short or self.open or any(word in text for word in TELLING)
 
     def hear(self, number, who, text):
         """Take in one line."""
@@ -192,9 +203,11 @@ class Log:
         if found := BY_LAUNCHER.match(text):
             entry = self.find(found[2])
             role = role_of("RuntimeError", found[2], entry, traced=False)
-            self.keep(Said(*found.groups(), role, entry, "", self.name, number, 1), self.said)
+            self.keep(Said(*found.groups(), role, entry, "", self.name, number, chain=1))
             return
         who = who or self.spawned or self.launchers.row.get("who", "")
+        if found := IN_JSON.match(text) or AFTER_A_BAR.search(text):
+            text = found[1]
         if GROUP.match(text):
             text = GROUP.sub("", text, count=1)
             if EXCEPTION.match(text):  # one that was never raised has no traceback
@@ -240,7 +253,8 @@ class Log:
         """Take in the line with the type and the message."""
         place = self.open.pop(who, None)
         by_launcher = "CalledProcessError" in name and not place
-        if PASSED_ON.search(name) or by_launcher or who in self.ignored:
+        of_spawn = text == "Exception:"  # so began what mp.spawn passed on before PyTorch 1.6
+        if PASSED_ON.search(name) or by_launcher or of_spawn or who in self.ignored:
             self.spawned = ""
             self.ignored.discard(who)
             return
@@ -248,8 +262,8 @@ class Log:
         self.around = None
         role = role_of(name, text, entry, place is not None)
         chain = self.chains[who] if place is not None else 0
-        said = Said(who, text, role, entry, place or "", self.name, number, chain)
-        self.keep(said, self.said if chain or entry else self.bare)
+        doubt = 0 if chain or entry else 1
+        self.keep(Said(who, text, role, entry, place or "", self.name, number, doubt, chain))
 
     def hear_other(self, number, who, text):
         """Take in what is no exception of Python: a warning, C++'s words, a message's next line."""
@@ -259,19 +273,19 @@ class Log:
         last = self.said[-1] if self.said else None
         if last and last.who == who and goes_on(last, number, text, entry):
             text = f"{last.text} {text.strip()}"
-            self.said[-1] = last._replace(text=text, role=entry.role, entry=entry)
+            self.said[-1] = last._replace(text=text, role=entry.role, entry=entry, doubt=0)
             return
-        if who.startswith("rank") or entry.role == errors.WARNING or SERIOUS.match(text):
-            said = Said(who, text.strip(), entry.role, entry, "", self.name, number)
-            self.keep(said, self.said)
+        serious = who.startswith("rank") or entry.role == errors.WARNING or SERIOUS.search(text)
+        doubt = 0 if serious else 2
+        self.keep(Said(who, text.strip(), entry.role, entry, "", self.name, number, doubt))
 
     def find(self, text):
         """Return the entry of the page whose words stand in this text, or None."""
         found = [entry for entry in self.page if entry.words_in(text)]
         return max(found, key=lambda entry: entry.role == errors.WARNING, default=None)
 
-    def keep(self, said, where):
+    def keep(self, said):
         """Keep what is said, but for what comes after the first MOST of somebody."""
         self.count[said.who] += 1
         if self.count[said.who] <= MOST:
-            where.append(said)
+            self.said.append(said)
