@@ -94,25 +94,18 @@ def train(make_layer, batches, rate):
 
 
 def read_sentences(data_dir=None):
-    """Return (training, test): lists of sentences, each a list of words (claim D12).
+    """Return the sentences to train on, each a list of words (claim D12).
 
-    Python's own documentation, which comes with Python; with `data_dir`, PTB's files from there.
-    Raises ValueError, in one line, when one of PTB's three files is missing or empty.
+    Python's own documentation, which comes with Python; with `data_dir`, PTB's text from there.
     """
-    if data_dir is None:
-        topics = importlib.import_module("pydoc_data.topics").topics
-        text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
-        parts = re.split(r"[.!?]\s|\n\s*\n", re.sub(r"\d+", " N ", text))
-        sentences = [re.findall(r"[a-z]+|N", part) for part in parts]
-        sentences = [words for words in sentences if 4 <= len(words) <= 30]
-        return sentences[: -len(sentences) // 10], sentences[-len(sentences) // 10 :]
-    texts = []
-    for path in (Path(data_dir, f"ptb.{part}.txt") for part in ("train", "valid", "test")):
-        if not path.is_file() or not path.read_text(encoding="utf-8").strip():
-            raise ValueError(f"{path} is missing or empty")
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts.append([line.split() for line in lines if line.strip()])
-    return texts[0], texts[2]
+    if data_dir is not None:
+        text = Path(data_dir, "ptb.train.txt").read_text(encoding="utf-8")
+        return [line.split() for line in text.splitlines() if line.strip()]
+    topics = importlib.import_module("pydoc_data.topics").topics
+    text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
+    parts = re.split(r"[.!?]\s|\n\s*\n", re.sub(r"\d+", " N ", text))
+    sentences = [re.findall(r"[a-z]+|N", part) for part in parts]
+    return [words for words in sentences if 4 <= len(words) <= 30]
 
 
 def number_words(sentences, size=2000):
@@ -126,7 +119,7 @@ def number_words(sentences, size=2000):
 def make_batches(sentences, numbers, batch_size, seed):
     """Yield (inputs, targets, mask) without end: integers, integers, floats, (batch_size, time).
 
-    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together.
+    Targets are the inputs, one word later. A sentence is moved as one, so pairs stay together.
     `time` is the longest sentence and its end; the mask is 1 at a sentence's words and its end.
     """
     coded = [[numbers.get(word, 1) for word in words] for words in sentences]
@@ -189,7 +182,7 @@ class LanguageModel(paddle.nn.Layer):
 
 def make_problem(args):
     """Return {name: first weights}, and lesson 07's batches, with each word's share of the loss."""
-    sentences, _ = read_sentences(args.data_dir)
+    sentences = read_sentences(args.data_dir)
     numbers = number_words(sentences)
     weights = {n: w.astype(args.dtype) for n, w in initial_weights(args.seed, len(numbers)).items()}
     batches, found = make_batches(sentences, numbers, args.batch_size, args.seed), []
@@ -547,14 +540,14 @@ def parse_args(argv=None):
     parser.add_argument("--steps", type=many, default=20, help="%(default)s")
     parser.add_argument("--batch-size", type=many, default=32, help="of all places, %(default)s")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
-    parser.add_argument("--data-dir", metavar="FOLDER", help="with ptb.{train,valid,test}.txt")
+    parser.add_argument("--data-dir", metavar="FOLDER", help="with PTB's ptb.train.txt")
     kinds = {"choices": ("float32", "float64"), "default": "float64"}
     parser.add_argument("--dtype", **kinds, help="%(default)s: rounding then hides no mistake")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
     try:
-        sentences = len(read_sentences(args.data_dir)[0])
-    except (ValueError, OSError) as error:
+        sentences = len(read_sentences(args.data_dir))
+    except (UnicodeError, OSError) as error:
         parser.error(f"argument --data-dir: {error}")
     if not args.nproc <= args.batch_size <= sentences:
         parser.error(f"argument --batch-size: must be from --nproc, {args.nproc}, to {sentences}")

@@ -255,7 +255,7 @@ def number_words(sentences, size=2000):
 def make_batches(sentences, numbers, batch_size, seed):
     """Yield (inputs, targets, mask) without end: integers, integers, floats, (batch_size, time).
 
-    Targets are the inputs, one word later. A sentence is moved as a whole, so pairs stay together.
+    Targets are the inputs, one word later. A sentence is moved as one, so pairs stay together.
     `time` is the longest sentence and its end; the mask is 1 at a sentence's words and its end.
     """
     coded = [[numbers.get(word, 1) for word in words] for words in sentences]

@@ -64,7 +64,8 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None, usual=Non
         numbers = nproc if isinstance(nproc, tuple) else (nproc,)
         several = "torch" in lesson.compares_with
         judge_in_new_processes = judge_by_framework if several else judge_beside_torch
-        return judge_in_new_processes(sources, where, numbers, [str(flag) for flag in flags])
+        given = numbers, [str(flag) for flag in flags]
+        return judge_in_new_processes(lesson, sources, where, *given)
     for name, numbers in where.items():
         if (mesh or nproc) not in numbers:
             del sources[name]
@@ -104,12 +105,17 @@ def judge_breaks(said):
     assert survived == {}, survived
 
 
-def judge_beside_torch(sources, where, numbers, flags):
+def judge_beside_torch(lesson, sources, where, numbers, flags):
     """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
+    program = BESIDE_TORCH
+    if lesson.proof.exists():
+        scripts = str(lessons.ROOT / "scripts")
+        program = f"import sys\nsys.path.append({scripts!r})\n" + PROOF_BESIDE_TORCH
+        program += inspect.getsource(verdict_of_one_process) + JUDGE
     runs = []  # [name, number of ranks]
     for name in sources:
         runs += [[name, nproc] for nproc in numbers if nproc in where.get(name, numbers)]
-    ran = run_python(BESIDE_TORCH, json.dumps([sources, runs, flags]))
+    ran = run_python(program, json.dumps([sources, runs, flags, lesson.number]))
     found = json.loads(ran.stdout.splitlines()[-1])
     for number in numbers:
         judge_breaks({name: said for (name, nproc), said in found if nproc == number})
@@ -127,7 +133,7 @@ def run_python(program, text):
 BESIDE_TORCH = """
 import contextlib, io, json, sys
 
-sources, runs, flags = json.load(sys.stdin)  # too long for a command line
+sources, runs, flags, _ = json.load(sys.stdin)  # too long for a command line
 said = []
 for name, nproc in runs:
     script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
@@ -137,9 +143,30 @@ for name, nproc in runs:
     said.append([[name, nproc], [bool(passed), claim]])
 print(json.dumps(said))
 """
+PROOF_BESIDE_TORCH = """
+import contextlib, functools, io, json, sys
+from lockstep import lessons, proofs
+
+"""
+JUDGE = """
+
+sources, runs, flags, number = json.load(sys.stdin)
+lesson, said = lessons.find(number), []
+if "tensorflow" in lesson.packages:  # nobody looks for a better graph: it is ready twice as soon
+    proofs.of_lesson(lesson)
+    v1 = sys.modules["tensorflow"].compat.v1
+    options = v1.ConfigProto().graph_options
+    options.rewrite_options.disable_meta_optimizer = True
+    v1.ConfigProto = functools.partial(v1.ConfigProto, graph_options=options)
+for name, nproc in runs:
+    words = [*flags, "--nproc", str(nproc)]
+    said.append([[name, nproc], verdict_of_one_process(0, 1, lesson, sources[name], words)])
+assert "torch" not in sys.modules
+print(json.dumps(said))
+"""
 
 
-def judge_by_framework(sources, where, numbers, flags):
+def judge_by_framework(lesson, sources, where, numbers, flags):
     """Train with each framework in a process of its own; judge what it found with the others'.
 
     A break is named "<way>: ...", and only this way is trained with it. The model is made smaller,

@@ -8,7 +8,6 @@ time) the proof sees when it calls the script's `train` itself.
 
 import contextlib
 from itertools import cycle
-from unittest.mock import patch
 
 import lesson_01_data_parallel as lesson
 import torch
@@ -31,14 +30,8 @@ def refuse(args, world_size, ranks_here):
 def watched(args):
     """Lend the script its devices; write down its steps, and the lines that it prints."""
     find_devices(args.nproc)
-    said, show = [], print
-
-    def say(*words):
-        said.append(" ".join(map(str, words)))
-        show(*words)
-
     one_thread = torch.autograd.set_multithreading_enabled(False)  # the stand-ins need it
-    with one_thread, patch("builtins.print", say), Watch() as watch:
+    with one_thread, claims.hear() as said, Watch() as watch:
         yield watch.steps, said
 
 

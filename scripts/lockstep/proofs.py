@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep import ending, lessons
+from lockstep import ending, imports, lessons
 from lockstep.flags import Flags, whole
 
 
@@ -40,6 +40,8 @@ def of_lesson(lesson):
         return None
     if folder not in sys.path:
         sys.path.append(folder)
+    if "tensorflow" in lesson.packages:
+        imports.import_tensorflow()
     return importlib.import_module(f"proofs.{lesson.proof.stem}")
 
 

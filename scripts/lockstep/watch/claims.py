@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from itertools import chain
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -142,12 +143,25 @@ def done_for_updates(rank):
 # --- What is printed ---
 
 
-def wrong_in_words(job, lines):
-    """Rank 0 has printed these lines, in this order, and the others nothing."""
+@contextlib.contextmanager
+def hear():
+    """Yield a list of the lines that this process prints meanwhile; they are printed as well."""
+    said, show = [], print
+
+    def say(*words):
+        said.append(" ".join(map(str, words)))
+        show(*words)
+
+    with patch("builtins.print", say):
+        yield said
+
+
+def wrong_in_words(job, lines, speaker=0):
+    """One rank has printed these lines, in this order, and the others nothing."""
     said = {rank: [event["text"] for event in seen.of("said")] for rank, seen in job.items()}
-    for line, wanted in zip([*said.pop(0), *[""] * len(lines)], lines, strict=False):
+    for line, wanted in zip([*said.pop(speaker), *[""] * len(lines)], lines, strict=False):
         if line != wanted:
-            return f"rank 0 says {line!r}, and not {wanted!r}"
+            return f"rank {speaker} says {line!r}, and not {wanted!r}"
     loud = [rank for rank, lines in said.items() if lines]
     return f"rank {loud[0]} prints, too" if loud else None
 
