@@ -246,7 +246,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
     """Return {name: (passed, claim)} of what the lesson's proof says of each source."""
     proof, said = proofs.of_lesson(lesson), {}
     args = proofs.read_flags(lesson.script, flags, nproc, nproc)
-    if lesson.start == lessons.BY_HAND:  # what fails in a play might hang in a run, for minutes
+    if hasattr(proof, "wrong_in_plays"):  # it might hang in a run, and a play takes no time
         for name, source in sources.items():
             with patch.object(proof, "lesson", as_module(source)):
                 said[name] = False, proof.wrong_in_plays()
@@ -261,7 +261,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
                 turns[name] = proof.turns(args, nproc, place)
         by_hand = lesson.start == lessons.BY_HAND
         ports = dict(zip(sources, free_ports(len(sources)), strict=True)) if by_hand else None
-        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        values = proofs.wanted_by(proof)
         given = sources, places, flags, values, machines, turns, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
@@ -364,6 +364,10 @@ def forget():
     facts._file.update(process=None)
     facts.process.update(rank=None, most=None)
     facts.begin()
+    if facts.settings["times"]:
+        from lockstep.watch import clock
+
+        clock.wake()
 
 
 def run_main(rank, world_size, source, flags, joins=False):

@@ -1,29 +1,27 @@
 """Lesson 12: the layers of one model on several ranks, by three schedules, equal to one process."""
 
-import sys
-from pathlib import Path
-from unittest.mock import patch
-
-import cloudpickle
 import lesson_12_pipeline_parallel as lesson
 import pytest
 import torch
-import torch.distributed as dist
-from breaks import check_breaks
+from breaks import check_breaks, verdicts_of_proof
 from conftest import run_lesson, run_warm
-from nbtools import run
+from lockstep import lessons, proofs
+from proofs import lesson_12 as proof
 from torch import nn
 from torch.nn.functional import mse_loss
 
-# Send the functions of this file to the ranks, so that no rank has to import this file and pytest.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
+LESSON = lessons.find("12")
+SOURCE = LESSON.script.read_text()
 MESSAGE = 32 * 32 * 8  # bytes: rows, width, float64
 
 BREAKS = {
     "GPipe under the name of 1F1B": (
         '"1f1b": one_forward_one_backward',
         '"1f1b": all_forward_then_all_backward',
+    ),
+    "1F1B under the name of GPipe": (
+        '"gpipe": all_forward_then_all_backward',
+        '"gpipe": one_forward_one_backward',
     ),
     "a warm-up twice as long": (
         "ahead = min(world_size - 1 - rank, micro_batches)",
@@ -74,8 +72,8 @@ BREAKS = {
     "old weights on one rank": ("        optimizer.step()", "        rank or optimizer.step()"),
     "gradients are not set to zero": ("        optimizer.zero_grad()\n", ""),
     "the same batch in each step": (
-        "pieces = rows.chunk(micro_batches), targets.chunk(micro_batches)",
-        "pieces = [part.chunk(micro_batches) for part in batches[0]]",
+        "itertools.cycle(pairs)",
+        "itertools.repeat(next(pairs))",
         (3,),
     ),
     "outputs are not let go": ("outputs.pop(n).backward", "outputs[n].backward", (3,)),
@@ -95,12 +93,11 @@ BREAKS = {
         "        optimizer.zero_grad()\n",
     ),
     "an output is sent an action late": (
-        "            exchange(messages)\n"
+        "rank - 1) + messages)\n            outputs[n] = stage(inputs[n])\n",
+        "rank - 1) + (messages if n != 1 or rank else []))\n"
         "            outputs[n] = stage(inputs[n])\n"
-        "            messages = one_message(",
-        "            late = messages if (rank, n) == (0, 1) else exchange(messages) or []\n"
-        "            outputs[n] = stage(inputs[n])\n"
-        "            messages = late + one_message(",
+        "            if (rank, n) == (0, 1):\n"
+        "                exchange(messages)\n",
     ),
     "all messages are kept": (
         "    if messages:\n",
@@ -111,6 +108,15 @@ BREAKS = {
         '("backward", n) for n in reversed(numbers)]',
     ),
     "unequal pieces": ("if len(rows) % micro_batches:", "if False:"),
+    "what was made is sent before a message is awaited": (
+        "one_message(dist.irecv, inputs[n].detach(), rank - 1) + messages",
+        "messages + one_message(dist.irecv, inputs[n].detach(), rank - 1)",
+    ),
+    "each rank draws a model of its own": ("args.batch_size, args.seed)", "args.batch_size, rank)"),
+    "the loss that is told is the last batch's": (
+        "return mse_loss(outputs, targets).item()",
+        "return mse_loss(outputs[-32:], targets[-32:]).item()",
+    ),
     "all ranks wait for all": (
         "            work.wait()\n",
         "            work.wait()\n        dist.barrier()\n",
@@ -133,59 +139,32 @@ def test_default_run(default_run):
     assert result["loss_last"] < result["loss_first"]
 
 
-def verdicts(rank, world_size, jobs, schedules=None):
-    """Run main() with each line of flags on a rank, whose group exists; return [(passed, ...)]."""
-    found = []
-    place = (rank, world_size, torch.device("cpu"))
-    changes = {"join_group": lambda: place, "report": lambda result: None}
-    with (
-        patch.multiple(lesson, **changes, SCHEDULES=lesson.SCHEDULES | (schedules or {})),
-        patch.object(dist, "destroy_process_group"),
-    ):
-        for flags in jobs:
-            passed, claim, result = lesson.main(lesson.parse_args(flags.split()))
-            found.append((passed, claim, result["alive"], result["bubble"]))
-    return found
-
-
 @pytest.mark.claim("D1", "D3")
-@pytest.mark.parametrize("stages", [1, 4])
-def test_each_schedule_passes_and_idles_and_keeps_as_the_page_says(stages):
-    jobs = [(m, schedule) for m in (2, 8) for schedule in ("naive", "gpipe", "1f1b")]
-    flags = [f"--steps 2 --schedule {schedule} --micro-batches {m}" for m, schedule in jobs]
-    told = run(verdicts, stages, flags, deadline=200)[0]
-    for (m, schedule), (passed, claim, alive, idle) in zip(jobs, told, strict=True):
-        m = 1 if schedule == "naive" else m
-        assert passed, claim
-        assert idle == pytest.approx((stages - 1) / (m + stages - 1), abs=1e-12)
-        keeps = [min(m, stages - rank) if schedule == "1f1b" else m for rank in range(stages)]
-        assert alive == keeps
-
-
-@pytest.mark.claim("D3")
-def test_1f1b_under_the_name_of_gpipe_is_no_gpipe():
-    lie = {"gpipe": lesson.one_forward_one_backward}
-    (_, (passed, claim, *_)), *_ = run(verdicts, 2, ["--steps 2", "--schedule gpipe"], lie)
-    assert not passed and claim.startswith("rank 0 did F0 F1 B0 F2 B1 F3 B2 B3; gpipe is F0 F1 F2")
+@pytest.mark.parametrize(
+    ("stages", "schedule", "m"),
+    [(1, "gpipe", 8), (4, "naive", 1), (4, "gpipe", 2), (4, "1f1b", 8), (3, "1f1b", 2)],
+)
+def test_each_schedule_passes_and_idles_and_keeps_as_the_page_says(stages, schedule, m):
+    actions = [lesson.SCHEDULES[schedule](rank, stages, m) for rank in range(stages)]
+    keeps = [min(m, stages - rank) if schedule == "1f1b" else m for rank in range(stages)]
+    assert [proof.alive_at_most(own) for own in actions] == keeps
+    assert proof.bubble(actions) == pytest.approx((stages - 1) / (m + stages - 1), abs=1e-12)
+    flags = ["--steps", "2", "--schedule", schedule, "--micro-batches", str(m)]
+    ((passed, claim),) = verdicts_of_proof(LESSON, {"": SOURCE}, stages, flags, 1).values()
+    assert passed, claim
 
 
 def test_the_logical_clock_is_that_of_two_ranks_worked_out_by_hand():
     """Two stages, two micro-batches: F 1 tick, B 2 ticks; rank 1 begins at tick 1."""
     actions = [lesson.one_forward_one_backward(rank, 2, 2) for rank in range(2)]
-    ends = lesson.logical_clock(actions)
+    ends = proof.logical_clock(actions)
     assert [ends[1, *action] for action in actions[1]] == [2, 4, 5, 7]  # F0 B0 F1 B1
     assert [ends[0, *action] for action in actions[0]] == [1, 2, 6, 9]  # F0 F1 B0 B1
-    assert lesson.bubble(actions) == pytest.approx(1 - 12 / 18)
-    ends = lesson.logical_clock(actions, lengths=[1, 2])
+    assert proof.bubble(actions) == pytest.approx(1 - 12 / 18)
+    ends = proof.logical_clock(actions, lengths=[1, 2])
     assert [ends[1, *action] for action in actions[1]] == [3, 7, 9, 13]
     assert [ends[0, *action] for action in actions[0]] == [1, 2, 9, 15]
-    assert lesson.bubble(actions, [1, 2]) == pytest.approx(1 - 18 / 30)
-
-
-def test_pieces_of_different_lengths_are_refused():
-    model, rows, targets = lesson.make_chain(30)
-    with pytest.raises(ValueError, match="30 rows can't be cut into 4 equal pieces"):
-        lesson.train(0, 1, model, [(rows, targets)], lesson.one_forward_one_backward, 4)
+    assert proof.bubble(actions, [1, 2]) == pytest.approx(1 - 18 / 30)
 
 
 AROUND = """
@@ -202,8 +181,7 @@ dist.destroy_process_group()
 
 
 def test_the_technique_runs_in_an_empty_file_with_ten_lines_around(tmp_path):
-    source = Path(lesson.__file__).read_text()
-    technique = source.split('"""', 2)[2].partition("# --- The proof ---")[0]
+    technique = SOURCE.split('"""', 2)[2].partition("# --- The example ---")[0]
     script = tmp_path / "of_a_reader.py"
     script.write_text(technique + AROUND)
     (code, first), (_, second) = run_warm(script, 2)
@@ -227,10 +205,9 @@ def test_the_technique_runs_in_an_empty_file_with_ten_lines_around(tmp_path):
         ("--schedule 2f2b", 2, "--schedule"),
     ],
 )
-def test_flags_that_do_not_fit_cost_one_line(flags, world_size, words, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+def test_flags_that_do_not_fit_cost_one_line(flags, world_size, words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        lesson.parse_args(flags.split())
+        proofs.read_flags(lesson.__file__, flags.split(), world_size, world_size)
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: " in line and words in line
 

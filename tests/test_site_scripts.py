@@ -21,6 +21,7 @@ from IPython.core.pylabtools import print_figure
 from nbtools import pictures
 from nbtools.record import Saved
 from PIL import Image
+from proofs import lesson_12 as proof_12
 from proofs import lesson_18 as proof_18
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +182,7 @@ def test_what_a_stage_keeps_is_that_of_lesson_12():
     jobs = list(product(ways, (1, 3, 4), (2, 4, 8)))
     held = memories(*((way, n, {"given": 12, "micro_batches": m}) for way, n, m in jobs))
     for (way, n, micro), row in zip(jobs, held, strict=True):
-        kept = max(pipeline.alive_at_most(ways[way](rank, n, micro)) for rank in range(n))
+        kept = max(proof_12.alive_at_most(ways[way](rank, n, micro)) for rank in range(n))
         assert row["activations"] == pytest.approx(12 / n * kept)
 
 

@@ -30,8 +30,11 @@ def refuse(args, world_size, ranks_here):
         return f"argument --data-dir: {error}"
     if args.batch_size > count:
         return f"argument --batch-size: there are only {count} sentences"
-    writable = not args.save or os.access(args.save.absolute().parent, os.W_OK)
-    if not writable or os.path.isdir(args.save or ""):
+    try:
+        taken = args.save and args.save.is_dir()
+    except OSError as error:  # the name is too long
+        return f"argument --save: {error}"
+    if taken or (args.save and not os.access(args.save.absolute().parent, os.W_OK)):
         return f"argument --save: can't write {args.save}"
     return None
 

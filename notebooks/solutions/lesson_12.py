@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from nbtools import run
 from nbtools.record import Wire
+from proofs.lesson_12 import gradient
 from torch.nn.functional import mse_loss
 
 # --- Task 1: predict ---
@@ -58,9 +59,9 @@ def examine_clip_gradients(rank, world_size, attempt, limit):
     """
     whole, rows, targets = lesson.make_chain(30, seed=world_size)
     mse_loss(whole(rows), targets).backward()
-    norm = lesson.gradient(whole).norm().item()
+    norm = gradient(whole).norm().item()
     stages = lesson.split(whole, world_size)
-    own, norms = lesson.gradient(stages[rank]), [lesson.gradient(s).norm() for s in stages]
+    own, norms = gradient(stages[rank]), [gradient(s).norm() for s in stages]
     for other in stages[:rank] + stages[rank + 1 :]:
         other.zero_grad()  # a rank has the gradients of its own layers only
     with Wire() as wire:
@@ -69,7 +70,7 @@ def examine_clip_gradients(rank, world_size, attempt, limit):
     by = {f"{problem}: it used the norm of its own stage": norms[rank]}
     by |= {f"{problem}: norms can't be added up": sum(norms), None: norm}  # None: right
     for verdict, used in by.items():
-        if (lesson.gradient(stages[rank]) - own * min(1, limit / used)).abs().max() < 1e-6:
+        if (gradient(stages[rank]) - own * min(1, limit / used)).abs().max() < 1e-6:
             problem = verdict
     return returned, norm, sum(call.nbytes for call in wire.calls), problem
 
@@ -124,10 +125,9 @@ def examine_count_positive(rank, world_size, attempt, count, batch_size):
     positive = (whole(rows)[:, 0] > 0).sum().item()
     stage = lesson.split(whole, world_size)[rank]
     known = rows if rank == 0 else torch.full_like(rows, torch.nan)
-    with lesson.Sent() as sent:
+    with Wire() as wire:
         returned = attempt(rank, world_size, stage, known, batch_size)
-    nbytes = [size for (_, size), times in sent.messages.items() for _ in range(times)]
-    return returned, positive, sorted(nbytes)
+    return returned, positive, sorted(call.nbytes for call in wire.calls if call.name == "send")
 
 
 def check_count_positive(attempt):

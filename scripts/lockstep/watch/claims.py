@@ -156,12 +156,12 @@ def hear():
         yield said
 
 
-def wrong_in_words(job, lines):
-    """Rank 0 has printed these lines, in this order, and the others nothing."""
+def wrong_in_words(job, lines, speaker=0):
+    """One rank has printed these lines, in this order, and the others nothing."""
     said = {rank: [event["text"] for event in seen.of("said")] for rank, seen in job.items()}
-    for line, wanted in zip([*said.pop(0), *[""] * len(lines)], lines, strict=False):
+    for line, wanted in zip([*said.pop(speaker), *[""] * len(lines)], lines, strict=False):
         if line != wanted:
-            return f"rank 0 says {line!r}, and not {wanted!r}"
+            return f"rank {speaker} says {line!r}, and not {wanted!r}"
     loud = [rank for rank, lines in said.items() if lines]
     return f"rank {loud[0]} prints, too" if loud else None
 

@@ -25,6 +25,19 @@ class Op(NamedTuple):
     tensor: object
     other: int  # rank
     tag: int
+    group = None  # this, op and peer: for those who read a P2POp, as torch.distributed.pipelining
+
+    @property
+    def peer(self):
+        return self.other
+
+    group_peer = peer
+
+    @property
+    def op(self):
+        import torch.distributed as dist
+
+        return dist.isend if self.sends else dist.irecv
 
 
 class Rank:
@@ -71,6 +84,7 @@ class Work:
             place[:length] = came[:length]
         elif first and not same(self.op.tensor, self.copy):
             self.rank.wrong.append("a buffer is changed while it is being sent")
+        self.op = self.op._replace(tensor=None)  # what is through keeps no memory alive
         return True
 
 
