@@ -138,8 +138,8 @@ WORK = {
     import lesson_08_paddle_parallel_do as lesson
     lesson.be_a_rank(wait, (), None)""",
     "15": """
-    import lesson_15_four_frameworks as lesson
-    lesson.end_with_parent()
+    from proofs import lesson_15 as proof
+    proof.end_with_parent()
     wait()""",
 }
 
