@@ -327,7 +327,23 @@ Traceback (most recent call last):
   File "/home/a/train.py", line 4, in train
 KeyError: 'car'
 """
+CUT_BY_A_TERMINAL = """\
+[2023-11-13 16:59:55,650] [ERROR] [launch.py:320:sigkill_handler] ['python', '--local_rank=1', '--a
+', './log_rest/'
+] exits with return code = -9
+"""
+THREE_OF_FOUR = """\
+[rank2]:[E ProcessGroupNCCL.cpp:563] [Rank 2] Watchdog caught collective operation timeout: Work
+[rank3]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 3] Timeout at NCCL work: 19, last enqueued 19
+[rank1]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 1] Timeout at NCCL work: 19, last enqueued 19
+[rank2]:[E ProcessGroupNCCL.cpp:577] [Rank 2] Some NCCL operations have failed or timed out.
+"""
 LOGS = {
+    "a command cut by a terminal": (CUT_BY_A_TERMINAL, r"local rank 1 failed: exitcode : -9"),
+    "one of four says nothing": (
+        THREE_OF_FOUR,
+        r"rank 1, 2, 3 waited(.|\n)*\n  rank 0 says nothing(?!(.|\n)*only felt)",
+    ),
     "behind a quotation mark": (
         "`ValueError: no cat`\n",
         r"a process .* failed: ValueError: no cat",
@@ -343,7 +359,10 @@ LOGS = {
     "its fourth line": (NOT_IN_THE_FIRST_LINE, r"(.|\n)*LOCAL_RANK(.|\n)*Meeting"),
     "torchrun's file of errors": (IN_A_FILE, r"a process .* waited in vain(.|\n)*--rdzv-endpoint"),
     "behind a progress bar": (BEHIND_A_BAR, r"rank 7 waited .*\s+\[E(.|\n)*lesson 19"),
-    "of mp.spawn in old days": (OLD_SPAWN, r"process 0 failed: KeyError: 'car'"),
+    "of mp.spawn in old days": (
+        OLD_SPAWN,
+        r"process 0 failed: KeyError: 'car'(.|\n)*imports the script",
+    ),
     "C++'s word at the end": (AT_THE_END, r"(?!(.|\n)*says nothing:)(.|\n)*: terminate called"),
     "an exception of another name, and a warning": (STOPPED, r"rank 1 failed: StopIteration\n"),
     "a rank that torchrun had to kill": (IGNORES_SIGTERM, r"rank 0 waited in vain"),

@@ -79,7 +79,9 @@ def tell(log):
         return [*nothing(log), *warnings(warned)]
     cause = min(failed, key=partial(order, log))
     same = [said for said in failed if alike(said, cause)]
+    known = {said.who for said in same}
     rest = [said for said in failed if not alike(said, cause)]
+    rest = [said for said in rest if said.role == errors.CAUSE or said.who not in known]
     return [
         *of_cause(cause, same, log),
         *also([said for said in rest if said.role == errors.CAUSE], "also said"),
@@ -96,6 +98,12 @@ def order(log, said):
     """
     last = not said.who or said.chain == log.chains[said.who]
     return (said.doubt, errors.ROLES.index(said.role), not said.chain, not last)
+
+
+OF_SPAWN = (
+    "A process of mp.spawn imports the script anew: what its parent has done under"
+    ' if __name__ == "__main__", such as to register or to set something, is not done in it.'
+)
 
 
 def ended_by_signals(log):
@@ -123,7 +131,8 @@ def of_cause(cause, same, log):
     if cause.role in (errors.WAIT, errors.ECHO):
         lines += silent(log)
     if not cause.entry:
-        return [*lines, "  Nothing is known here of this message."]
+        hint = OF_SPAWN if cause.who.startswith("process") else ""
+        return [*lines, "  Nothing is known here of this message.", *wrapped(hint)]
     entry = cause.entry
     lessons = f"lesson {', '.join(entry.lessons)}; " if entry.lessons else ""
     where = f"  see: {lessons}{PAGE}, {entry.group}"
@@ -131,11 +140,13 @@ def of_cause(cause, same, log):
 
 
 def silent(log):
-    """Return a line on the processes that have ended and said nothing in this log."""
+    """Return a line on the processes that have said nothing in this log."""
     heard = {said.who for said in log.said if said.role != errors.WARNING}
     if "" in heard:  # who knows whose words these are
         return []
-    quiet = [who for who in log.launchers.order if who not in heard]
+    ranks = [int(who.split()[1]) for who in heard if who.startswith("rank ")]
+    all_ranks = [f"rank {rank}" for rank in range(max(ranks, default=-1))]
+    quiet = [who for who in [*log.launchers.order, *all_ranks] if who not in heard]
     return wrapped(f"{listed(quiet)} says nothing: look there first") if quiet else []
 
 

@@ -25,7 +25,15 @@ TELLING = (
     *(b"exitcode", b"exit code", b"failed", b"failure", b"signal", b"Signal", b"illed", b"illing"),
     *(b"NCCL", b"oom", b"Out Of", b"terminate", b"what():", b"  rank ", b"  time ", b"roup"),
     *(b"imed out", b"leaked", b"An attempt", b"OMP_NUM", b"Address", b"hostname", b"us error"),
-    *(b"mismatch", b"key(s)", b"unrecognized", b"not receive", b"rocess name", b"return code"),
+    *(
+        b"mismatch",
+        b"key(s)",
+        b"unrecognized",
+        b"not receive",
+        b"rocess name",
+        b"return code",
+        b"local_rank",
+    ),
     *(b"CANCELLED", b"task ", b"watchdog", b"FAILED", b"above exc", b"free()"),
 )
 

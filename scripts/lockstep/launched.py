@@ -28,10 +28,6 @@ LEFT = [
         re.compile(r"[Pp]rocess (?P<number>\d+) terminated with (exit code|signal) (?P<code>\w+)"),
         "process",
     ),
-    (
-        re.compile(r"--local_rank=(?P<number>\d+).* exits with return code = (?P<code>-?\d+)"),
-        "local rank",
-    ),
     (re.compile(r"srun: error: \S+ tasks? (?P<number>\d+)\S*: (?P<code>\w.*)"), "task"),
     (re.compile(r"process rank (?P<number>\d+) .*exited on signal (?P<code>\d+)"), "rank"),
 ]
@@ -83,6 +79,7 @@ class Launchers:
     def __init__(self):
         self.table, self.left = {}, {}
         self.row = {}  # the last fields of torchrun's table
+        self.command = ""  # whose command DeepSpeed has printed last
         self.trouble = ""  # the first line that tells of some
 
     def hear(self, text):
@@ -96,6 +93,8 @@ class Launchers:
             return True
         if found := MPIRUN_NAMES.search(text):
             self.left.setdefault(f"rank {found[1]}", 1)
+        if "--local_rank=" in text or "return code" in text:
+            self.hear_deepspeed(text)
         for pattern, name in LEFT:
             if found := pattern.search(text):
                 code = code_of(found["code"], "exited on signal" in text)
@@ -103,6 +102,13 @@ class Launchers:
                     self.left.setdefault(f"{name} {found['number']}", code)
                 return True
         return False
+
+    def hear_deepspeed(self, text):
+        """Take in a line with the command of a process, or with its exit code, or with both."""
+        if command := re.search(r"--local_rank=(\d+)", text):
+            self.command = f"local rank {command[1]}"
+        if returned := re.search(r"exits with return code = (-?\d+)", text):
+            self.left.setdefault(self.command, int(returned[1]))
 
     def hear_field(self, name, value):
         """Take in a field of torchrun's table: time, rank, exitcode, in this order."""
