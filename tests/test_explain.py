@@ -338,7 +338,17 @@ THREE_OF_FOUR = """\
 [rank1]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 1] Timeout at NCCL work: 19, last enqueued 19
 [rank2]:[E ProcessGroupNCCL.cpp:577] [Rank 2] Some NCCL operations have failed or timed out.
 """
+REASON_BELOW = """\
+[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, internal error
+[rank0]: ncclInternalError: Internal check failed.
+[rank0]: Last error:
+[rank0]: Bootstrap : no socket interface found
+"""
 LOGS = {
+    "nccl's reason in the last line": (
+        REASON_BELOW,
+        r"(.|\n)*NCCL_SOCKET_IFNAME(.|\n)*brief address",
+    ),
     "a command cut by a terminal": (CUT_BY_A_TERMINAL, r"local rank 1 failed: exitcode : -9"),
     "one of four says nothing": (
         THREE_OF_FOUR,

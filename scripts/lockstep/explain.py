@@ -100,8 +100,9 @@ def order(log, said):
     return (said.doubt, errors.ROLES.index(said.role), not said.chain, not last)
 
 
+UNKNOWN_HERE = "Nothing is known here of this message."
 OF_SPAWN = (
-    "A process of mp.spawn imports the script anew: what its parent has done under"
+    "The message is not known here. But a process of mp.spawn imports the script anew: what its parent has done under"
     ' if __name__ == "__main__", such as to register or to set something, is not done in it.'
 )
 
@@ -131,8 +132,8 @@ def of_cause(cause, same, log):
     if cause.role in (errors.WAIT, errors.ECHO):
         lines += silent(log)
     if not cause.entry:
-        hint = OF_SPAWN if cause.who.startswith("process") else ""
-        return [*lines, "  Nothing is known here of this message.", *wrapped(hint)]
+        known = OF_SPAWN if cause.who.startswith("process") else UNKNOWN_HERE
+        return [*lines, *wrapped(known)]
     entry = cause.entry
     lessons = f"lesson {', '.join(entry.lessons)}; " if entry.lessons else ""
     where = f"  see: {lessons}{PAGE}, {entry.group}"

@@ -33,6 +33,7 @@ TELLING = (
         b"rocess name",
         b"return code",
         b"local_rank",
+        b"Last error",
     ),
     *(b"CANCELLED", b"task ", b"watchdog", b"FAILED", b"above exc", b"free()"),
 )
@@ -276,9 +277,16 @@ class Log:
     def hear_other(self, number, who, text):
         """Take in what is no exception of Python: a warning, C++'s words, a message's next line."""
         entry = self.find(text)
+        last = self.said[-1] if self.said else None
+        if last and last.who == who and last.text.endswith("Last error:"):  # nccl's reason
+            known = {"entry": entry, "role": entry.role, "doubt": 0} if entry else {}
+            self.said[-1] = last._replace(text=f"{last.text} {text}", **known)
+            return
+        if text == "Last error:" and last and last.who == who:
+            self.said[-1] = last._replace(text=f"{last.text} {text}")
+            return
         if not entry or text.lstrip().startswith("raise "):
             return
-        last = self.said[-1] if self.said else None
         if last and last.who == who and goes_on(last, number, text, entry):
             text = f"{last.text} {text.strip()}"
             self.said[-1] = last._replace(text=text, role=entry.role, entry=entry, doubt=0)
