@@ -102,8 +102,9 @@ def order(log, said):
 
 UNKNOWN_HERE = "Nothing is known here of this message."
 OF_SPAWN = (
-    "The message is not known here. But a process of mp.spawn imports the script anew: what its parent has done under"
-    ' if __name__ == "__main__", such as to register or to set something, is not done in it.'
+    "The message is not known here. But a process of mp.spawn imports the script anew: what its"
+    ' parent has done under if __name__ == "__main__", such as to register or to set something, is'
+    " not done in it."
 )
 
 

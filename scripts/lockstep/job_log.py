@@ -214,7 +214,10 @@ class Log:
             role = role_of("RuntimeError", found[2], entry, traced=False)
             self.keep(Said(*found.groups(), role, entry, "", self.name, number, chain=1))
             return
-        who = who or self.spawned or self.launchers.row.get("who", "")
+        self.hear_process(number, who or self.spawned or self.launchers.row.get("who", ""), text)
+
+    def hear_process(self, number, who, text):
+        """Take in a line of a process."""
         if found := IN_JSON.match(text) or AFTER_A_BAR.search(text):
             text = found[1]
         if GROUP.match(text):
