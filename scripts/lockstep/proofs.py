@@ -42,6 +42,8 @@ def of_lesson(lesson):
         sys.path.append(folder)
     if "tensorflow" in lesson.packages:
         imports.import_tensorflow()
+    if "paddlepaddle" in lesson.packages:
+        imports.import_paddle()
     return importlib.import_module(f"proofs.{lesson.proof.stem}")
 
 
