@@ -24,7 +24,6 @@ import collections
 import functools
 import importlib
 import re
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,16 +198,6 @@ def prepare(args):
     return weights, functools.partial(make_batches, sentences, numbers, args.batch_size, args.seed)
 
 
-def save(path, losses, gradients, weights):
-    """Write losses, gradients of the first step, and last weights; all of them, or nothing."""
-    arrays = {f"gradient_{name}": value for name, value in gradients.items()}
-    arrays |= {f"weight_{name}": value for name, value in weights.items()}
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # on the same disk
-        unfinished = Path(folder, "unfinished.npz")
-        np.savez(unfinished, loss=losses, **arrays)
-        unfinished.replace(path)  # until now, what was there stays
-
-
 def main(args):
     """Train the language model on the devices, and say what came of it."""
     devices = device_names(args.nproc)
@@ -216,13 +205,10 @@ def main(args):
     weights, batches = prepare(args)
     tower = functools.partial(language_model, weights)
     graph = build(tower, devices, batches, args.dtype, LEARNING_RATE)
-    loss, gradients, _ = graph.session.run([graph.loss, graph.gradients, graph.update])
-    losses = [loss, *train(graph, args.steps - 1)]
+    losses = train(graph, args.steps)
     first, last = np.exp([losses[0], np.mean(losses[-10:])])
     span = f"the last {min(10, args.steps)} of {args.steps}"
     print(f"perplexity {first:.0f} in step 1, {last:.0f} in {span}")
-    if args.save:
-        save(args.save, losses, gradients, graph.session.run(graph.weights))
     graph.session.run(graph.begin)  # ends the thread that makes batches
     graph.session.close()
 
@@ -237,7 +223,6 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with PTB's ptb.train.txt")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="losses, gradients, weights")
     return parser.parse_args(argv)
 
 

@@ -77,7 +77,7 @@ def import_paddle():
 def use_one_thread():
     """Let NumPy, if it is not yet there, use one thread: with small matrices the others only wait.
 
-    They wait at full speed, and beside another framework that made a product 30 times as slow.
+    They wait at full speed, and on a busy machine a product takes many times as long.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
