@@ -72,14 +72,12 @@ def build(tower, devices, batches, dtype, learning_rate):
         # With `colocate`, nearly all gradient operations run where their forward operations ran.
         pairs = optimizer.compute_gradients(loss, colocate_gradients_with_ops=True)
         update = optimizer.apply_gradients(pairs)  # one, where the variables are
-        weights = {v.op.name.removeprefix("model/"): v for _, v in pairs}
-        gradients = {v.op.name.removeprefix("model/"): tf.convert_to_tensor(g) for g, v in pairs}
         # One CPU can play several devices.
         count = {"CPU": len(devices), "GPU": len(devices) * ("gpu" in devices[0])}
         session = v1.Session(config=v1.ConfigProto(device_count=count))
         session.run([v1.global_variables_initializer(), iterator.initializer])
-    nodes = {"weights": weights, "loss": loss, "gradients": gradients, "update": update}
-    return SimpleNamespace(session=session, begin=iterator.initializer, **nodes)
+    begin = iterator.initializer
+    return SimpleNamespace(session=session, begin=begin, loss=loss, update=update)
 
 
 def train(graph, steps):

@@ -204,7 +204,7 @@ def rules_of_places(seen):
     outputs = np.concatenate([output for _, output, _ in seen["calls"]])
     same = np.array_equal(outputs, np.concatenate(seen["merged"]))
     rules = {"a place has rows or weights of another one": own}
-    return rules | {"the merged outputs are not those of one place": same}
+    return rules | {"the merged outputs are not those of the places, in order": same}
 
 
 def rules_of_ranks(ranks):
@@ -241,4 +241,4 @@ def wrong_in_words(seen, ranks, numbers):
     with claims.hear() as wanted, contextlib.redirect_stdout(None):
         lesson.tell(f"{len(ranks)} workers", ranks[0]["loss"])
         lesson.tell(f"{len(ranks)} places, all {numbers['device']}", numbers["loss"])
-    return [f"it says {seen.said}, and not {wanted}"] * (seen.said != wanted)
+    return ["what it says is not what was seen"] * (seen.said != wanted)
