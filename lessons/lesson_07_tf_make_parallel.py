@@ -24,7 +24,6 @@ import collections
 import functools
 import importlib
 import re
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,14 +72,12 @@ def build(tower, devices, batches, dtype, learning_rate):
         # With `colocate`, nearly all gradient operations run where their forward operations ran.
         pairs = optimizer.compute_gradients(loss, colocate_gradients_with_ops=True)
         update = optimizer.apply_gradients(pairs)  # one, where the variables are
-        weights = {v.op.name.removeprefix("model/"): v for _, v in pairs}
-        gradients = {v.op.name.removeprefix("model/"): tf.convert_to_tensor(g) for g, v in pairs}
         # One CPU can play several devices.
         count = {"CPU": len(devices), "GPU": len(devices) * ("gpu" in devices[0])}
         session = v1.Session(config=v1.ConfigProto(device_count=count))
         session.run([v1.global_variables_initializer(), iterator.initializer])
-    nodes = {"weights": weights, "loss": loss, "gradients": gradients, "update": update}
-    return SimpleNamespace(session=session, begin=iterator.initializer, **nodes)
+    begin = iterator.initializer
+    return SimpleNamespace(session=session, begin=begin, loss=loss, update=update)
 
 
 def train(graph, steps):
@@ -199,16 +196,6 @@ def prepare(args):
     return weights, functools.partial(make_batches, sentences, numbers, args.batch_size, args.seed)
 
 
-def save(path, losses, gradients, weights):
-    """Write losses, gradients of the first step, and last weights; all of them, or nothing."""
-    arrays = {f"gradient_{name}": value for name, value in gradients.items()}
-    arrays |= {f"weight_{name}": value for name, value in weights.items()}
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # on the same disk
-        unfinished = Path(folder, "unfinished.npz")
-        np.savez(unfinished, loss=losses, **arrays)
-        unfinished.replace(path)  # until now, what was there stays
-
-
 def main(args):
     """Train the language model on the devices, and say what came of it."""
     devices = device_names(args.nproc)
@@ -216,13 +203,10 @@ def main(args):
     weights, batches = prepare(args)
     tower = functools.partial(language_model, weights)
     graph = build(tower, devices, batches, args.dtype, LEARNING_RATE)
-    loss, gradients, _ = graph.session.run([graph.loss, graph.gradients, graph.update])
-    losses = [loss, *train(graph, args.steps - 1)]
+    losses = train(graph, args.steps)
     first, last = np.exp([losses[0], np.mean(losses[-10:])])
     span = f"the last {min(10, args.steps)} of {args.steps}"
     print(f"perplexity {first:.0f} in step 1, {last:.0f} in {span}")
-    if args.save:
-        save(args.save, losses, gradients, graph.session.run(graph.weights))
     graph.session.run(graph.begin)  # ends the thread that makes batches
     graph.session.close()
 
@@ -237,7 +221,6 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     parser.add_argument("--data-dir", metavar="FOLDER", help="with PTB's ptb.train.txt")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="losses, gradients, weights")
     return parser.parse_args(argv)
 
 

@@ -22,12 +22,10 @@ import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
 import cloudpickle
-from conftest import run_warm
 from lockstep import lessons, proofs
 from lockstep.watch import read
 from nbtools import free_ports, run
@@ -76,24 +74,13 @@ def check_breaks(number, breaks, nproc, *flags, machines=1, mesh=None, usual=Non
     said = {}
     if lesson.start == lessons.ONE_PROCESS:
         for name, text in sources.items():
-            if lesson.proof.exists():
-                said[name] = run(verdict_of_one_process, 1, lesson, text, words)[0]
-            else:
-                said |= run(verdicts, 1, {name: text}, words, machines)[0]
-    elif lesson.start == lessons.ITSELF and lesson.proof.exists():
+            said[name] = run(verdict_of_one_process, 1, lesson, text, words)[0]
+    elif lesson.start == lessons.ITSELF:
         with ThreadPoolExecutor(3) as pool:
             ways = pool.map(partial(verdict_of_examination, lesson, words), sources.values())
             said = dict(zip(sources, ways, strict=True))
-    elif lesson.start == lessons.ITSELF:
-        with ThreadPoolExecutor(3) as pool, tempfile.TemporaryDirectory() as folder:
-            places = [(Path(folder, f"{name}.py"), text) for name, text in sources.items()]
-            said = dict(
-                zip(sources, pool.map(verdict_of_warm_run, places, repeat(words)), strict=True)
-            )
-    elif lesson.proof.exists():
-        said = verdicts_of_proof(lesson, sources, nproc, words, machines)
     else:
-        said = run(verdicts, nproc, sources, words, machines, deadline=1500)[0]
+        said = verdicts_of_proof(lesson, sources, nproc, words, machines)
     judge_breaks(said)
 
 
@@ -107,11 +94,9 @@ def judge_breaks(said):
 
 def judge_beside_torch(lesson, sources, where, numbers, flags):
     """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
-    program = BESIDE_TORCH
-    if lesson.proof.exists():
-        scripts = str(lessons.ROOT / "scripts")
-        program = f"import sys\nsys.path.append({scripts!r})\n" + PROOF_BESIDE_TORCH
-        program += inspect.getsource(verdict_of_one_process) + JUDGE
+    scripts = str(lessons.ROOT / "scripts")
+    program = f"import sys\nsys.path.append({scripts!r})\n" + PROOF_BESIDE_TORCH
+    program += inspect.getsource(verdict_of_one_process) + JUDGE
     runs = []  # [name, number of ranks]
     for name in sources:
         runs += [[name, nproc] for nproc in numbers if nproc in where.get(name, numbers)]
@@ -130,19 +115,6 @@ def run_python(program, text):
     return ran
 
 
-BESIDE_TORCH = """
-import contextlib, io, json, sys
-
-sources, runs, flags, _ = json.load(sys.stdin)  # too long for a command line
-said = []
-for name, nproc in runs:
-    script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
-    exec(compile(sources[name], "script.py", "exec"), script)
-    with contextlib.redirect_stdout(io.StringIO()):
-        passed, claim, _ = script["main"](script["parse_args"]([*flags, "--nproc", str(nproc)]))
-    said.append([[name, nproc], [bool(passed), claim]])
-print(json.dumps(said))
-"""
 PROOF_BESIDE_TORCH = """
 import contextlib, functools, io, json, sys
 from lockstep import lessons, proofs
@@ -404,50 +376,3 @@ def run_main(rank, world_size, source, flags, joins=False):
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         output.listen()
         script["main"](script["parse_args"](flags))
-
-
-# --- Lessons that judge themselves ---
-
-
-def verdicts(rank, world_size, sources, flags, machines):
-    """Return {name: (passed, claim)}, as this rank sees them, for each of a script's sources."""
-    said = {}
-    for name, source in sources.items():
-        try:
-            said[name] = verdict(rank, world_size, source, flags, machines)
-        except Exception as error:
-            error.add_note(f"in the break {name!r}")
-            raise
-    return said
-
-
-def verdict_of_warm_run(place, words):
-    """Run a script, which starts its own ranks, in a warm process; return (passed, last line)."""
-    path, source = place
-    path.write_text(source)
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    ((code, stdout),) = run_warm(path, 1, *words, unset=names)
-    return code == 0, stdout.splitlines()[-1]
-
-
-def verdict(rank, world_size, source, flags, machines):
-    """Run a script's main() on a rank, whose group exists already; return (passed, claim)."""
-    import torch
-    import torch.distributed as dist
-
-    tell_place(rank, world_size, machines)
-    script = {"__name__": "script", "__doc__": "", "__file__": "script.py"}
-    sys.modules["script"] = types.ModuleType("script")  # what looks its own module up finds one
-    exec(compile(source, "script.py", "exec"), script)
-    if "launch_job" in script:  # the ranks are started already
-        place = (rank, world_size, torch.device("cpu"))
-        script["launch_job"] = lambda func, nproc, *args: func(*place, *args)
-    with contextlib.ExitStack() as stack:
-        for name in ("init_process_group", "destroy_process_group"):
-            stack.enter_context(patch.object(dist, name, lambda *args, **kwargs: None))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        try:
-            passed, claim, _ = script["main"](script["parse_args"](flags))
-        except SystemExit as stop:  # the script's own words, and no PASS
-            passed, claim = False, str(stop)
-    return bool(passed), claim

@@ -276,6 +276,6 @@ def test_the_launcher_asks_before_it_starts_anything(monkeypatch, capsys):
 
 @pytest.mark.needs("tensorflow")
 def test_a_file_name_that_is_too_long_is_shortened():
-    ended = run_lesson(7, "--save=" + 5000 * "9")
+    ended = run_lesson(7, "--data-dir=" + 5000 * "9")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "--save" in ended.stderr and len(ended.stderr) < 400
+    assert "--data-dir" in ended.stderr and len(ended.stderr) < 400

@@ -7,7 +7,6 @@ gradients of the whole batch are computed in NumPy.
 """
 
 import contextlib
-import os
 import re
 from collections import Counter
 from itertools import islice
@@ -23,19 +22,13 @@ LIMITS |= {"--seed": (0, 2**32 - 1)}
 
 
 def refuse(args, world_size, ranks_here):
-    """Return what is wrong with the text to read or the file to write, or None."""
+    """Return what is wrong with the text to read, or None."""
     try:
         count = len(lesson.read_sentences(args.data_dir))
     except (UnicodeError, OSError) as error:
         return f"argument --data-dir: {error}"
     if args.batch_size > count:
         return f"argument --batch-size: there are only {count} sentences"
-    try:
-        taken = args.save and args.save.is_dir()
-    except OSError as error:  # the name is too long
-        return f"argument --save: {error}"
-    if taken or (args.save and not os.access(args.save.absolute().parent, os.W_OK)):
-        return f"argument --save: can't write {args.save}"
     return None
 
 

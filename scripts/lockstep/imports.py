@@ -1,9 +1,11 @@
-"""Import torch in less time, in a process that will only run a lesson; TensorFlow in silence."""
+"""Import torch in less time, in a process that will only run a lesson; others in silence."""
 
 import gc
 import importlib
 import os
+import signal
 import sys
+import warnings
 
 from lockstep import lessons
 
@@ -30,6 +32,7 @@ def import_tensorflow():
     If it is broken, that costs one line on stderr, and exit code 2.
     """
     broken = None
+    use_one_thread()
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     sys.modules.setdefault("jax", None)  # else its converter for phones imports it, too
     with open(os.devnull, "w") as nowhere:
@@ -41,13 +44,46 @@ def import_tensorflow():
         except ModuleNotFoundError:
             raise
         except Exception as error:
-            broken = f"tensorflow is broken, its import ends with {type(error).__name__}"
+            broken = error
         finally:
             os.dup2(screen, 2)
             os.close(screen)
     if broken:
-        pin = lessons.pins()["tensorflow"]
-        print(f"{broken}: pip install --force-reinstall {pin}", file=sys.stderr)
-        sys.exit(2)
+        leave_broken("tensorflow", broken)
     tf.get_logger().setLevel("ERROR")
     return tf
+
+
+def import_paddle():
+    """Import Paddle, and return it; signals reach us as before, and it tells nothing that we know.
+
+    If it is broken, that costs one line on stderr, and exit code 2.
+    """
+    for known in ("No ccache found", ".*trained under CPUONLY mode"):
+        warnings.filterwarnings("ignore", known)
+    use_one_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        paddle = importlib.import_module("paddle")
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        leave_broken("paddlepaddle", error)
+    paddle.disable_signal_handler()  # else a page about C++ when someone ends this process
+    signal.signal(signal.SIGTERM, handler)
+    return paddle
+
+
+def use_one_thread():
+    """Let NumPy, if it is not yet there, use one thread: with small matrices the others only wait.
+
+    They wait at full speed, and on a busy machine a product takes many times as long.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def leave_broken(package, error):
+    """Say in one line that a package can't be imported, and leave with exit code 2."""
+    said = f"{package} is broken, its import ends with {type(error).__name__}"
+    print(f"{said}: pip install --force-reinstall {lessons.pins()[package]}", file=sys.stderr)
+    sys.exit(2)

@@ -52,7 +52,7 @@ TABLE = (
     Lesson("05", "rank_zero_output", TORCHRUN, (*WATCHED, "tqdm", "tensorboard")),
     Lesson("06", "checkpoint_map_location", TORCHRUN, WATCHED),
     Lesson("07", "tf_make_parallel", ONE_PROCESS, ("tensorflow", "numpy")),
-    Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy"), ("tensorflow",)),
+    Lesson("08", "paddle_parallel_do", ITSELF, ("paddlepaddle", "numpy")),
     Lesson("09", "batch_norm", TORCHRUN, WATCHED),
     Lesson("10", "same_as_one_process", TORCHRUN, (*WATCHED, "scikit-learn")),
     Lesson("11", "how_fast", TORCHRUN, WATCHED),

@@ -108,16 +108,15 @@ def check(script, nproc, flags, job):
 
     Without flags, and with no more ranks than the smallest default batch has rows for, there is
     nothing to check. It runs in this process, which needs torch as well: importing it takes longer
-    than the check. So what is checked must leave no thread and no signal handler here. Of a lesson
-    that is watched, it returns the flags.
+    than the check. So what is checked must leave no thread and no signal handler here. It returns
+    the flags of a lesson, None of another script.
     """
     asks_for_help = bool({"-h", "--help"} & set(flags))
     if asks_for_help and job.node_rank > 0:
         sys.exit()  # the first machine says it
     world_size = int(os.environ.get("LOCKSTEP_RANKS", nproc * len(job.nodes)))
     known = lessons.of_script(script)  # a rehearsal may be of another script
-    proof = known is not None and known.proof.exists()
-    if not proof and not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
+    if not known and not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
         return None
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
     place["LOCAL_WORLD_SIZE"] = str(nproc)
@@ -125,7 +124,7 @@ def check(script, nproc, flags, job):
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     flags = ["--help"] if asks_for_help else flags
     with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
-        if proof:
+        if known:
             return proofs.read_flags(script, flags, world_size, nproc)
         lesson = runpy.run_path(str(script), run_name="lesson")
         lesson["parse_args"](flags)  # leaves with exit code 2, or with 0 after --help
