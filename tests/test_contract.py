@@ -23,7 +23,6 @@ SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 PROOFS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons/proofs").glob("lesson_*.py"))}
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
-FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
 each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
 
@@ -78,6 +77,7 @@ def test_every_lesson_has_its_places_and_nothing_else_is_there():
     assert [path.stem for path in NOTEBOOKS.values()] == [path.stem for path in SCRIPTS.values()]
     for folder, name in (
         ("scripts", "lesson_{}.sh"),
+        ("lessons/proofs", "lesson_{}.py"),
         ("tests", "test_lesson_{}.py"),
         ("notebooks/solutions", "lesson_{}.py"),
         ("notebooks/solutions", "wrong_{}.py"),
@@ -188,10 +188,10 @@ def definitions(source):
 
 
 def test_copied_blocks_are_equal_to_the_letter():
-    """The frame, `join_group`, and the blocks that several lessons share."""
+    """`join_group`, and the blocks that several lessons share."""
     texts = {path.stem: text_of(path) for path in SCRIPTS.values()}
     texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
-    shared = ["join_group", "whole", "conclude", "make_toy"]
+    shared = ["join_group", "make_toy"]
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}
@@ -201,17 +201,9 @@ def test_copied_blocks_are_equal_to_the_letter():
 
 
 @each
-def test_technique_comes_first_and_the_frame_last(lesson):
+def test_technique_comes_first(lesson):
     source = SCRIPTS[lesson].read_text()
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
-    if lesson in PROOFS:
-        return
-    order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
-    assert order == sorted(order)
-    frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
-    assert list(definitions(frame)) in (["whole", "conclude"], ["join_group", "whole", "conclude"])
-    code = re.sub(r'""".*?"""', "", frame, flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
 @each
@@ -226,7 +218,7 @@ def test_technique_is_what_a_reader_copies(lesson):
     assert len(re.findall(r"^ +yield$", technique, re.MULTILINE)) == contexts
     technique = re.sub(r"^ +yield$", "", technique, count=contexts, flags=re.MULTILINE)
     assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
-    assert source.endswith(END_OF_SCRIPT if lesson in PROOFS else END_OF_FRAME)
+    assert source.endswith(END_OF_SCRIPT)
     assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")
 
 
@@ -235,8 +227,8 @@ def technique_of(source):
     return re.split(r"# --- .* ---\n", source)[1]
 
 
-@pytest.mark.parametrize("lesson", PROOFS, ids="lesson_{}".format)
-def test_a_lesson_with_a_proof_is_its_technique(lesson):
+@each
+def test_a_script_is_its_technique(lesson):
     """It has no watcher and no verdict; half of its code, at least, is what a reader copies."""
     source = text_of(SCRIPTS[lesson])
     assert re.findall(r"# --- (.*) ---\n", source) == ["The technique", "The example"]
@@ -254,17 +246,11 @@ END_OF_SCRIPT = """
 if __name__ == "__main__":
     main(parse_args())
 """
-END_OF_FRAME = """
-
-if __name__ == "__main__":
-    args = parse_args()
-    sys.exit(conclude(*main(args), args.json))
-"""
 
 
 @each
 def test_functions_are_short(lesson):
-    files = [SCRIPTS[lesson], *filter(None, [PROOFS.get(lesson)])]
+    files = [SCRIPTS[lesson], PROOFS[lesson]]
     for node in [node for file in files for node in ast.walk(parsed(file))]:
         if isinstance(node, ast.FunctionDef):
             lines = node.end_lineno - node.lineno + 1
