@@ -169,79 +169,62 @@ print(json.dumps(said))
 def judge_by_framework(lesson, sources, where, numbers, flags):
     """Train with each framework in a process of its own; judge what it found with the others'.
 
-    A break is named "<way>: ...", and only this way is trained with it. The model is made smaller,
-    and the technique is what it is when it is copied into an empty file.
+    A break is named "<way>: ...", and only this way is trained with it. The model is made smaller.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for number, source in enumerate(sources.values()):
-            Path(folder, f"script_{number}.py").write_text(source)
-        runs = [[0, "", nproc] for nproc in numbers]  # [number of the script, way, workers]
-        ways = [name.partition(":")[0] for name in where]
-        runs += [[number, way, numbers[0]] for number, way in enumerate(ways, 1)]
-        intact = load_script(folder, 0)
-        with ThreadPoolExecutor(len(intact.WATCH)) as pool:
-            parts = pool.map(train_with, intact.WATCH, repeat(runs), repeat(flags), repeat(folder))
-        found = [{}] * len(runs)
-        for part in parts:
-            found = [{**one, **new} for one, new in zip(found, part, strict=True)]
-        said = []
-        for (number, _, nproc), new in zip(runs, found, strict=True):
-            script = load_script(folder, number)
-            script.in_processes = lambda *_, new=new: found[0] | new
-            with contextlib.redirect_stdout(io.StringIO()):
-                args = script.parse_args([*flags, "--nproc", str(nproc)])
-                said.append(script.main(args)[:2])
+    proof = proofs.of_lesson(lesson)
+    runs = [["as it is", "", nproc] for nproc in numbers]  # [name, way, workers]
+    runs += [[name, name.partition(":")[0], numbers[0]] for name in where]
+    frameworks, given = list(proof.lesson.TRAIN), [lesson.number, sources, runs, flags]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(frameworks)) as pool:
+        parts = list(pool.map(partial(train_with, given, folder), frameworks))
+    said = []
+    for found in zip(*parts, strict=True):
+        new = {way: seen for part in found for way, seen in part.items()}
+        intact = {way: seen for part in parts for way, seen in part[0].items()}
+        nproc = runs[len(said)][2]
+        args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
+        with patch.multiple(proof.lesson, **SMALLER):
+            verdict = proof.judge(intact | new, args)
+        said.append((not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])))
     for verdict in said[1 : len(numbers)]:
         judge_breaks({"as it is": verdict})
     judge_breaks(dict(zip(["as it is", *where], [said[0], *said[len(numbers) :]], strict=True)))
 
 
-def load_script(folder, number):
-    """Import a script as a new module, with a model so small that it is compiled in a second."""
-    spec = importlib.util.spec_from_file_location("script", Path(folder, f"script_{number}.py"))
-    script = sys.modules["script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.LONGEST, script.WIDTH = 1, 4
-    script.short_sentences = lambda: [[word] for word in "abcdefghijklmnop"]
-    return script
+SMALLER = {"WORDS": 16, "LONGEST": 2, "WIDTH": 4}  # a model that is compiled in a second
 
 
-def train_with(framework, runs, flags, folder):
+def train_with(given, folder, framework):
     """Return what one framework finds in these runs, a dictionary for each; one process for all."""
-    program = ONE_FRAMEWORK + inspect.getsource(load_script) + TRAIN
-    run_python(program, json.dumps([framework, runs, flags, folder]))
+    scripts = str(lessons.ROOT / "scripts")
+    program = f"import sys\nsys.path.append({scripts!r})\n" + ONE_FRAMEWORK
+    run_python(program, json.dumps([framework, SMALLER, *given, folder]))
     return pickle.loads(Path(folder, f"{framework}.found").read_bytes())
 
 
 ONE_FRAMEWORK = """
-import importlib.util, json, os, pickle, sys, tempfile
+import json, os, pickle, tempfile
 from pathlib import Path
+from lockstep import lessons, proofs
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster, and three times
 os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # as fast with this
-
-"""
-TRAIN = """
-
-framework, runs, flags, folder = json.load(sys.stdin)
-found = []
-for number, way, nproc in runs:
-    script, copied = load_script(folder, number), {}
-    text = Path(script.__file__).read_text().partition("# --- The technique ---")[2]
-    exec(text.partition("# --- The proof ---")[0], copied)  # into an empty file, as a reader does
-    ways = [way] if way else script.WAYS
-    script.WAYS = {one: copied[script.WAYS[one].__name__] for one in ways}
-    if way and script.framework_of(way) != framework:
-        found.append({})
-        continue
-    if framework == "tensorflow":  # it sends as many bytes if nobody looks for a better graph
-        settings = script.start_tensorflow().config.optimizer
-        settings.set_experimental_options({"disable_meta_optimizer": True})
-    if framework == "jax" and way:  # one device has found this already
-        script.jax_alone = lambda *_: lambda *given: (found[0]["jax jit"]["alone"], None)
+framework, smaller, number, sources, runs, flags, folder = json.load(sys.stdin)
+lesson, found = lessons.find(number), []
+proof = proofs.of_lesson(lesson)
+if framework == "tensorflow":  # it sends as many bytes if nobody looks for a better graph
+    sys.modules["jax"] = None
+    import tensorflow
+    tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+for name, way, nproc in runs:
+    path = Path(folder, f"{framework}_{len(found)}.py")  # TensorFlow reads the lines of a function
+    path.write_text(sources[name])
+    exec(compile(sources[name], path, "exec"), vars(proof.lesson))
+    vars(proof.lesson).update(smaller)
+    args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
+    ways = [one for one in proof.ways_of(framework) if way in ("", one)]
     with tempfile.TemporaryDirectory() as own:
-        script.save_problem(own, script.parse_args([*flags, "--nproc", str(nproc)]))
-        found.append(script.WATCH[framework](nproc, own))
+        found.append(proof.train_in(framework, args, own, ways) if ways else {})
 Path(folder, f"{framework}.found").write_bytes(pickle.dumps(found))
 """
 
@@ -263,7 +246,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
     """Return {name: (passed, claim)} of what the lesson's proof says of each source."""
     proof, said = proofs.of_lesson(lesson), {}
     args = proofs.read_flags(lesson.script, flags, nproc, nproc)
-    if lesson.start == lessons.BY_HAND:  # what fails in a play might hang in a run, for minutes
+    if hasattr(proof, "wrong_in_plays"):  # it might hang in a run, and a play takes no time
         for name, source in sources.items():
             with patch.object(proof, "lesson", as_module(source)):
                 said[name] = False, proof.wrong_in_plays()
@@ -278,7 +261,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
                 turns[name] = proof.turns(args, nproc, place)
         by_hand = lesson.start == lessons.BY_HAND
         ports = dict(zip(sources, free_ports(len(sources)), strict=True)) if by_hand else None
-        values = proof.KEEP_VALUES, getattr(proof, "STORAGES", False)
+        values = proofs.wanted_by(proof)
         given = sources, places, flags, values, machines, turns, ports
         ended = run(run_watched, nproc, *given, deadline=1500)
         for name, place in places.items():
@@ -381,6 +364,10 @@ def forget():
     facts._file.update(process=None)
     facts.process.update(rank=None, most=None)
     facts.begin()
+    if facts.settings["times"]:
+        from lockstep.watch import clock
+
+        clock.wake()
 
 
 def run_main(rank, world_size, source, flags, joins=False):

@@ -138,8 +138,8 @@ WORK = {
     from lockstep.watch import paddle_ranks
     paddle_ranks.be_a_rank(wait, (), None)""",
     "15": """
-    import lesson_15_four_frameworks as lesson
-    lesson.end_with_parent()
+    from proofs import lesson_15 as proof
+    proof.end_with_parent()
     wait()""",
 }
 

@@ -3,36 +3,40 @@
 No framework is imported here: the breaks of each run in one process, and the verdict is NumPy's.
 """
 
+import importlib.util
 import json
 
-import lesson_15_four_frameworks as lesson
 import numpy as np
 import pytest
 from breaks import check_breaks
+from lockstep import lessons, proofs
+
+LESSON = lessons.find("15")
 
 ALL = pytest.mark.needs("tensorflow", "paddle", "jax")
 
-ADDED = 'added = {"aggregation": tf.VariableAggregation.SUM}'
-PADDLES = "mine = [paddle.to_tensor(array[rank::world_size])"
-TORCHS = "mine = [torch.from_numpy(array[rank::world_size])"
+PADDLES = "paddle.to_tensor(array[rank::world_size])"
+TORCHS = "torch.from_numpy(array[rank::world_size])"
 ALL_ROWS = "(array if array.dtype.kind == 'i' else array / world_size)"  # right, but a waste
-CLEAR = "optimizer.clear_grad()\n        return loss\n\n    return step\n\n\ndef pytorch_ddp"
 PADDLE_UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.clear_grad()"
 PADDLE_MERGE = "[paddle.distributed.broadcast(p, 0) for p in layer.parameters()]"
 UPDATE = "optimizer.step()  # 6: on each rank\n        optimizer.zero_grad()"
 OWN = 'own = jax.lax.pcast(weights, "data", to="varying")'
 FOUND = 'jax.lax.psum(found, "data")'
+GRADIENT = "        found = jax.value_and_grad(loss_of)(own"
+TOWER = "mine = [array[number :: len(devices)] for array in batch]  # 2\n            with"
 LOCAL = "with tf.GradientTape() as tape:\n            loss = loss_of(variables, *mine)"
 
 # "<way>: what is wrong"
 BREAKS = {
     "tensorflow towers: not merged": ("for found in gradients", "for found in gradients[:1]"),
     "tensorflow towers: all rows for each": (
-        "mine = [array[number :: len(devices)] for array in batch]  # 2\n            with",
+        TOWER,
         "mine = [*batch[:2], batch[2] / len(devices)]\n            with",
     ),
-    "tensorflow towers: on one device": ("with tf.device(device):", "with tf.device(devices[0]):"),
-    "tensorflow mirrored: not merged": (ADDED, ADDED.replace("SUM", "ONLY_FIRST_REPLICA")),
+    "tensorflow towers: on one device": ("tf.device(device),", "tf.device(devices[0]),"),
+    "tensorflow towers: the mean of gradients": ("rate * merged", "rate * merged / len(devices)"),
+    "tensorflow mirrored: not merged": ("Aggregation.SUM", "Aggregation.ONLY_FIRST_REPLICA"),
     "tensorflow mirrored: forward on one device": (
         LOCAL,
         LOCAL.replace("with", "with tf.device(devices[0]),"),
@@ -43,19 +47,24 @@ BREAKS = {
     ),
     "paddle: no DataParallel": ("paddle.DataParallel(layer)", "layer"),
     "paddle: all rows for each": (PADDLES, PADDLES.replace("array[rank::world_size]", ALL_ROWS)),
-    "paddle: no clear_grad": (CLEAR, "return loss\n\n    return step\n\n\ndef pytorch_ddp"),
+    "paddle: no clear_grad": (PADDLE_UPDATE, "optimizer.step()"),
     "paddle: rank 0 alone updates": (
         PADDLE_UPDATE,
         f"rank or {PADDLE_UPDATE}\n        world_size > 1 and {PADDLE_MERGE}",
     ),
-    "pytorch: other weights": ("torch.tensor(w *", "torch.tensor(1.01 * w *"),
+    "pytorch: other weights": ("torch.tensor(w)", "torch.tensor(1.01 * w)"),
     "pytorch: no copy of rank 0's weights": ("Parallel(model)", "Parallel(model, init_sync=False)"),
-    "pytorch: no DDP": ("DistributedDataParallel(model)", "model"),
+    "pytorch: no DDP": ("torch.nn.parallel.DistributedDataParallel(model)", "model"),
     "pytorch: all rows for each": (TORCHS, TORCHS.replace("array[rank::world_size]", ALL_ROWS)),
     "pytorch: one worker does not update": (UPDATE, "rank or " + UPDATE),
     "pytorch: two all-reduces": (
         UPDATE,
-        "[dist.all_reduce(w.grad.clone()) for w in model.parameters()]\n        " + UPDATE,
+        "[torch.distributed.all_reduce(w.grad.clone()) for w in model.parameters()]\n        "
+        + UPDATE,
+    ),
+    "pytorch: its part of the loss is told": (
+        "    torch.distributed.all_reduce(losses)  # each has its parts\n",
+        "",
     ),
     "jax shard_map: the trap": (OWN, "own = weights"),
     "jax shard_map: two all-reduces": (
@@ -63,15 +72,15 @@ BREAKS = {
         FOUND.replace("found", "jax.lax.pmean(found, 'data')"),
     ),
     "jax shard_map: gathers all rows": (
-        "        found = jax.value_and_grad(loss_of)(own",
+        GRADIENT,
         "        mine = [jax.lax.all_gather(m, 'data', tiled=True) for m in mine]\n"
-        "        mine[2] = mine[2] / jax.lax.axis_size('data')\n"
-        "        found = jax.value_and_grad(loss_of)(own",
+        "        mine[2] = mine[2] / jax.lax.axis_size('data')\n" + GRADIENT,
     ),
     "jax jit: the inputs alone are divided": (
-        "it, rows, rows, rows)",
-        "it, rows, *[all_of_it] * 2)",
+        "(full, rows, rows, rows)",
+        "(full, rows, full, full)",
     ),
+    "jax jit: weights of the step before": ("now, loss = step(now", "_, loss = step(now"),
 }
 
 
@@ -101,54 +110,54 @@ def test_four_frameworks_train_alike(default_run):
     assert min(facts["lines_added"].values()) > 0
 
 
-@pytest.fixture
-def without_processes(monkeypatch):
-    """Return a function: the lesson's main(), as if these frameworks were there, and right."""
-
-    def main(*frameworks, off=0.0):
-        def in_processes(there, nproc, folder):
-            first, batches = lesson.load_problem(folder)
-            after = {name: w - 0.01 for name, w in first.items()}
-            seen = {
-                "loss": [np.log(500)] * len(batches),
-                "after_one": after,
-                "weights": [after] * 3,
-            }
-            seen |= {"alone": after, "rows": [11] * 3, "bytes": None}
-            found = {way: dict(seen) for name in there for way in lesson.ways_of(name)}
-            other = {name: w - off for name, w in after.items()}
-            found["pytorch" if "pytorch" in there else "jax jit"]["after_one"] = other
-            return found
-
-        there = [{"pytorch": "torch"}.get(name, name) for name in frameworks]
-        monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: name in there or None)
-        monkeypatch.setattr(lesson, "in_processes", in_processes)
-        return lesson.main(lesson.parse_args(["--steps", "2", "--nproc", "3"]))
-
-    return main
+def judged(*frameworks, off=0.0):
+    """Return the verdict on three steps of three workers, as if these frameworks were right."""
+    proof = proofs.of_lesson(LESSON)
+    args = proofs.read_flags(LESSON.script, ["--steps", "2", "--nproc", "3"], 1, 1)
+    first, _ = proof.lesson.make_problem(args)
+    after, loss = {name: w - 0.01 for name, w in first.items()}, np.log(500)
+    seen = {"loss": [loss] * 2, "after_one": after, "weights": [after] * 3, "alone": after}
+    seen |= {"rows": [11] * 3, "bytes": None, "updates": []}
+    found = {}
+    for way in (way for name in frameworks for way in proof.ways_of(name)):
+        found[way] = seen | {"said": f"{way:20} loss {loss:.4f} to {loss:.4f}"}
+    found["pytorch"]["after_one"] = {name: w - off for name, w in after.items()}
+    return proof.judge(found, args)
 
 
-def test_what_is_not_installed_is_named_and_left_out(without_processes, capsys):
-    passed, claim, numbers = without_processes("pytorch", "jax")
-    assert passed and numbers["missing"] == ["tensorflow", "paddle"], claim
-    assert numbers["frameworks"] == ["pytorch", "jax"]
+def test_what_is_not_installed_is_named_and_left_out():
+    claim, wrong, numbers, lines = judged("pytorch", "jax")
+    assert wrong == [] and numbers["missing"] == ["tensorflow", "paddle"]
+    assert claim.startswith("2 frameworks, 3 ways, 3 workers")
     assert list(numbers["max_grad_diff"]) == ["pytorch and jax"]
-    said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [words[0] for words in said if "left" in words] == ["tensorflow", "paddle"]
+    assert [line.split()[0] for line in lines if "left out" in line] == ["tensorflow", "paddle"]
     json.dumps(numbers)
 
 
-def test_one_framework_is_nothing_to_compare(without_processes):
-    for there in (["jax"], []):
-        passed, claim, _ = without_processes(*there)
-        assert not passed and "of 4 frameworks two are needed" in claim
+def test_a_batch_has_a_sentence_for_each_worker_and_room_in_memory(capsys):
+    for flags, said in (("--batch-size 1", "from 2"), ("--steps 10000 --batch-size 101", "to 100")):
+        with pytest.raises(SystemExit):
+            proofs.read_flags(LESSON.script, flags.split(), 1, 1)
+        assert said in capsys.readouterr().err
 
 
-def test_a_framework_that_differs_and_a_wrong_problem_are_named(without_processes, monkeypatch):
-    passed, claim, _ = without_processes("pytorch", "jax", off=1e-6)
-    assert not passed and "pytorch: its gradient is off by 0.0001" in claim
-    first, batches = lesson.make_problem(lesson.parse_args(["--steps", "2"]))
-    unshifted = first, [(inputs, inputs, share) for inputs, _, share in batches]
-    monkeypatch.setattr(lesson, "make_problem", lambda args: unshifted)
-    passed, claim, _ = without_processes("pytorch", "jax")
-    assert not passed and claim.endswith("the targets are not the words that follow")
+def test_one_framework_is_nothing_to_compare(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax" or None)
+    proof = proofs.of_lesson(LESSON)
+    claim, wrong, *_ = proof.examine(proofs.read_flags(LESSON.script, [], 1, 1))
+    assert (claim, wrong) == ("of 4 frameworks two are needed", ["installed: jax"])
+
+
+def test_a_framework_that_differs_and_a_wrong_problem_are_named(monkeypatch):
+    assert "pytorch: its gradient is off by 0.0001" in "; ".join(
+        judged("pytorch", "jax", off=1e-6)[1]
+    )
+    lesson = proofs.of_lesson(LESSON).lesson
+    make = lesson.make_problem
+
+    def unshifted(args):
+        weights, batches = make(args)
+        return weights, [(inputs, inputs, share) for inputs, _, share in batches]
+
+    monkeypatch.setattr(lesson, "make_problem", unshifted)
+    assert judged("pytorch", "jax")[1] == ["the targets are not the words that follow"]

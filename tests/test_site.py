@@ -478,3 +478,16 @@ def test_the_search_finds(browser):
     for word, lesson in (("进程组", "第 03 课"), ("梯度", "第 02 课"), ("桶", "第 02 课")):
         show(browser, f"zh_CN/search.html?q={quote(word)}")
         wait_for(browser, "#search-results li a", lesson)
+
+
+def test_the_search_finds_a_message_with_its_numbers_and_paths(browser):
+    pasted = (
+        "[rank3]: RuntimeError: [/__w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"
+        " 1800000ms for recv operation to complete"
+    )
+    show(browser, f"search.html?q={quote(pasted)}")
+    wait_for(browser, ".search-message a", "Timed out waiting … for recv operation")
+    places = browser.execute_script("return MESSAGES.map(([parts, place]) => place)")
+    browser.find_element("css selector", ".search-message a").click()
+    for place in places:
+        assert browser.find_elements("id", place), place

@@ -59,8 +59,19 @@ def lay_out(source):
     for image in DOCS.glob("*.png"):
         shutil.copy(image, source / "docs")
     write_player_data(ROOT, source / "docs" / "_static" / "player_data.js")
+    write(source / "docs" / "_static" / "messages.js", f"const MESSAGES = {messages()};\n")
     shutil.copytree(LOCALE, source / "locale")
     shutil.copy(DOCS / "conf.py", source)
+
+
+def messages():
+    """Return the words of docs/errors.md as JSON: [[their parts, the name of the place], ...]."""
+    found = []
+    for heading in re.findall(r"^### (`.*)$", (DOCS / "errors.md").read_text("utf-8"), re.M):
+        place = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")  # as MyST names it
+        for words in re.findall("`([^`]+)`", heading):
+            found.append([[part.strip() for part in words.split("…")], place])
+    return json.dumps(found, ensure_ascii=False)
 
 
 def write(path, text):

@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import lesson_15_four_frameworks as lesson
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from proofs import lesson_15 as proof
 
 jax.config.update("jax_num_cpu_devices", 4)  # before the first array
 jax.config.update("jax_enable_x64", True)
@@ -91,7 +91,7 @@ def waste(program, count, given):
     """Return what a compiled program computes or sends too much, or None."""
     if count == 1:
         return None
-    text, sent = program.as_text(), lesson.bytes_in_hlo(program.as_text())
+    text, sent = program.as_text(), proof.bytes_in_hlo(program.as_text())
     budget = 8 * (sum(w.size for w in given[0].values()) + 2)
     others = "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
     places = zip(program.input_shardings[0][1:], given[1:], strict=True)

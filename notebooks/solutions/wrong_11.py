@@ -113,57 +113,28 @@ def one_worker(link, compute, size, most):
     return 1
 
 
-def no_latency(link, compute, size, most):
-    return solution((0, link[1]), compute, size, most)
+def with_other(link=lambda a, b: (a, b), most=lambda most: most):
+    """Return an attempt that is right for another link, or another limit."""
+    return lambda own, compute, size, limit: solution(link(*own), compute, size, most(limit))
 
 
-def no_bytes(link, compute, size, most):
-    return solution((link[0], 0), compute, size, most)
+def by(sending):
+    """Return an attempt that takes sending(n, a, b * size) for the seconds of an all-reduce."""
 
+    def attempt(link, compute, size, most):
+        return min(range(1, most + 1), key=lambda n: seconds(n, compute, link[0], link[1] * size))
 
-def half_the_messages(link, compute, size, most):
-    return solution((link[0] / 2, link[1]), compute, size, most)
+    def seconds(n, compute, *link):
+        return compute / n + (n > 1) * sending(n, *link)
 
-
-def best(seconds, most):
-    return min(range(1, most + 1), key=seconds)
-
-
-def bytes_of_the_master(link, compute, size, most):
-    return best(lambda n: compute / n + 2 * (n - 1) * (link[0] + link[1] * size), most)
-
-
-def twice_the_bytes(link, compute, size, most):
-    def seconds(n):
-        return compute / n + (n > 1) * (2 * (n - 1) * link[0] + 2 * link[1] * size)
-
-    return best(seconds, most)
+    return attempt
 
 
 def sending_is_hidden(link, compute, size, most):
     def seconds(n):
         return max(compute / n, 2 * (n - 1) * link[0] + 2 * (n - 1) / n * link[1] * size)
 
-    return best(seconds, most)
-
-
-def always_16(link, compute, size, most):
-    return solution(link, compute, size, 16)
-
-
-def never_more_than_16(link, compute, size, most):
-    return solution(link, compute, size, min(16, most))
-
-
-def without_the_last(link, compute, size, most):
-    return solution(link, compute, size, max(1, most - 1))
-
-
-def twice_n_messages(link, compute, size, most):
-    def seconds(n):
-        return compute / n + (n > 1) * 2 * n * link[0] + 2 * (n - 1) / n * link[1] * size
-
-    return best(seconds, most)
+    return min(range(1, most + 1), key=seconds)
 
 
 def rounds_the_formula(link, compute, size, most):
@@ -175,11 +146,16 @@ def rounds_the_formula(link, compute, size, most):
     return min(most, max(1, round((gain / (2 * link[0])) ** 0.5)))
 
 
-def one_message_less(link, compute, size, most):
-    def seconds(n):
-        return compute / n + (n > 1) * (2 * n - 3) * link[0] + 2 * (n - 1) / n * link[1] * size
-
-    return best(seconds, most)
+no_latency = with_other(lambda a, b: (0, b))
+no_bytes = with_other(lambda a, b: (a, 0))
+half_the_messages = with_other(lambda a, b: (a / 2, b))
+always_16 = with_other(most=lambda most: 16)
+never_more_than_16 = with_other(most=lambda most: min(16, most))
+without_the_last = with_other(most=lambda most: max(1, most - 1))
+bytes_of_the_master = by(lambda n, a, b: 2 * (n - 1) * (a + b))
+twice_the_bytes = by(lambda n, a, b: 2 * (n - 1) * a + 2 * b)
+twice_n_messages = by(lambda n, a, b: 2 * n * a + 2 * (n - 1) / n * b)
+one_message_less = by(lambda n, a, b: (2 * n - 3) * a + 2 * (n - 1) / n * b)
 
 
 def a_text(link, compute, size, most):

@@ -26,46 +26,47 @@ def own(weights):
     return jax.lax.pcast(weights, "data", to="varying")
 
 
+def total(loss_of, rows, answers, real):
+    """Return the function of weights whose value is the sum of the real rows' losses."""
+    return lambda w: jnp.sum(loss_of(w, rows, answers) * real)
+
+
+def mean(loss_of, *batch):
+    """Return the function of weights whose value is the mean of the real rows' losses."""
+    return lambda w: total(loss_of, *batch)(w) / jnp.maximum(jnp.sum(batch[-1]), 1)
+
+
+def divide(sums, count):
+    return jax.tree.map(lambda summed: summed / count, sums)
+
+
 def mean_of_own_means(loss_of, weights, *batch):
-    def own_mean(w, rows, answers, real):
-        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.maximum(jnp.sum(real), 1)
-
-    return jax.lax.pmean(jax.grad(own_mean)(own(weights), *batch), "data")
+    return jax.lax.pmean(jax.grad(mean(loss_of, *batch))(own(weights)), "data")
 
 
-def fell_into_the_trap(loss_of, weights, rows, answers, real):
-    def own_sum(w):
-        return jnp.sum(loss_of(w, rows, answers) * real)
-
-    sums, count = jax.lax.psum((jax.grad(own_sum)(weights), jnp.sum(real)), "data")
-    return jax.tree.map(lambda total: total / count, sums)
+def fell_into_the_trap(loss_of, weights, *batch):
+    sums = jax.grad(total(loss_of, *batch))(weights)
+    return divide(*jax.lax.psum((sums, jnp.sum(batch[-1])), "data"))
 
 
-def pmean_in_the_loss(loss_of, weights, rows, answers, real):
-    def whole_mean(w):
-        sums = jnp.sum(loss_of(w, rows, answers) * real), jnp.sum(real)
+def pmean_in_the_loss(loss_of, weights, *batch):
+    def mean_of_all(w):
+        sums = total(loss_of, *batch)(w), jnp.sum(batch[-1])
         return jnp.divide(*jax.lax.pmean(sums, "data"))
 
-    return jax.lax.pmean(jax.grad(whole_mean)(own(weights)), "data")
+    return jax.lax.pmean(jax.grad(mean_of_all)(own(weights)), "data")
 
 
-def knows_the_count(loss_of, weights, rows, answers, real):
-    def own_part(w):
-        return jnp.sum(loss_of(w, rows, answers) * real) / 7
-
-    return jax.lax.psum(jax.grad(own_part)(own(weights)), "data")
+def knows_the_count(loss_of, weights, *batch):
+    return divide(jax.lax.psum(jax.grad(total(loss_of, *batch))(own(weights)), "data"), 7)
 
 
 def first_rows(loss_of, weights, rows, answers, real):
     return sum_over_count(loss_of, weights, rows, answers, jnp.arange(len(real)) < jnp.sum(real))
 
 
-def sum_over_count(loss_of, weights, rows, answers, real):
-    def own_sum(w):
-        return jnp.sum(loss_of(w, rows, answers) * real)
-
-    found = jax.lax.psum((jax.grad(own_sum)(own(weights)), jnp.sum(real)), "data")
-    return jax.tree.map(lambda total: total / found[1], found[0])
+def sum_over_count(loss_of, weights, *batch):
+    return fell_into_the_trap(loss_of, own(weights), *batch)  # and did not: the weights vary
 
 
 def cuts_rows_itself(loss_of, mesh):
@@ -78,68 +79,55 @@ def cuts_rows_itself(loss_of, mesh):
     return jax.jit(jax.shard_map(on_each_device, mesh=mesh, **specs))
 
 
-def counts_all_rows(loss_of, weights, rows, answers, real):
-    def own_mean(w):
-        return jnp.mean(loss_of(w, rows, answers) * real)
-
-    return jax.lax.pmean(jax.grad(own_mean)(own(weights)), "data")
+def counts_all_rows(loss_of, weights, *batch):
+    sums = jax.grad(total(loss_of, *batch))(own(weights))
+    return jax.lax.pmean(divide(sums, len(batch[-1])), "data")
 
 
 def gathers_all_rows(loss_of, weights, *batch):
     every = [jax.lax.all_gather(array, "data", tiled=True) for array in batch]
-
-    def mean(w, rows, answers, real):
-        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
-
-    return jax.lax.pmean(jax.grad(mean)(own(weights), *every), "data")
+    return mean_of_own_means(loss_of, weights, *every)
 
 
 def all_rows_on_each(loss_of, mesh):
-    def on_each_device(weights, rows, answers, real):
-        def mean(w):
-            return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
-
-        return jax.lax.pmean(jax.grad(mean)(own(weights)), "data")
+    def on_each_device(weights, *batch):
+        return jax.lax.pmean(jax.grad(mean(loss_of, *batch))(own(weights)), "data")
 
     return jax.jit(jax.shard_map(on_each_device, mesh=mesh, in_specs=P(), out_specs=P()))
 
 
 def on_one_device(loss_of, mesh):
-    def mean(w, rows, answers, real):
-        return jnp.sum(loss_of(w, rows, answers) * real) / jnp.sum(real)
-
-    return jax.jit(jax.grad(mean))
+    return jax.jit(lambda weights, *batch: jax.grad(mean(loss_of, *batch))(weights))
 
 
-def one_collective_too_many(loss_of, weights, rows, answers, real):
-    def own_sum(w):
-        return jnp.sum(loss_of(w, rows, answers) * real)
-
-    sums = jax.lax.psum(jax.grad(own_sum)(own(weights)), "data")
+def one_collective_too_many(loss_of, weights, *batch):
+    sums = jax.lax.psum(jax.grad(total(loss_of, *batch))(own(weights)), "data")
     twice = jax.lax.pmean(own(sums), "data")
-    return jax.tree.map(lambda total: total / jax.lax.psum(jnp.sum(real), "data"), twice)
+    return divide(twice, jax.lax.psum(jnp.sum(batch[-1]), "data"))
 
 
 # --- Task 3 ---
 
 
+def longer(batch, share, missing, row=0):
+    """Return batch and share with so many rows more: `row` times the last one."""
+    *arrays, shares = [np.concatenate([a, *[row * a[-1:]] * missing]) for a in (*batch, share)]
+    return arrays, shares
+
+
 def repeats_the_last_row(batch, share, count):
-    missing = -len(share) % count
-    return [np.concatenate([a, *[a[-1:]] * missing]) for a in (*batch, share)][:-1], np.concatenate(
-        [share, *[share[-1:]] * missing]
-    )
+    return longer(batch, share, -len(share) % count, row=1)
 
 
 def equal_shares(batch, share, count):
-    missing = -len(share) % count
-    longer = [np.concatenate([a, *[0 * a[-1:]] * missing]) for a in batch]
-    return longer, np.full(len(longer[0]), 1 / len(longer[0]))
+    arrays, shares = longer(batch, share, -len(share) % count)
+    return arrays, np.full(len(shares), 1 / len(shares))
 
 
 def words_become_floats(batch, share, count):
     missing = -len(share) % count
-    longer = [np.concatenate([a, np.zeros((missing, *a.shape[1:]))]) for a in (*batch, share)]
-    return longer[:-1], longer[-1]
+    every = [np.concatenate([a, np.zeros((missing, *a.shape[1:]))]) for a in (*batch, share)]
+    return every[:-1], every[-1]
 
 
 def drops_rows(batch, share, count):
@@ -148,15 +136,11 @@ def drops_rows(batch, share, count):
 
 
 def two_rows(batch, share, count):
-    if count < 3:
-        return batch, share
-    return [np.concatenate([a, 0 * a[:2]]) for a in batch], np.append(share, [0, 0])
+    return longer(batch, share, 2 * (count > 2))
 
 
 def always_fills_up(batch, share, count):
-    missing = count - len(share) % count
-    longer = [np.concatenate([a, *[0 * a[-1:]] * missing]) for a in (*batch, share)]
-    return longer[:-1], longer[-1]
+    return longer(batch, share, count - len(share) % count)
 
 
 WRONG = {

@@ -3,6 +3,7 @@
     python scripts/lockstep lesson NN [flags]           run a lesson on this machine
     python scripts/lockstep machine WHAT [flags]        be one of several machines that run WHAT
     python scripts/lockstep check [flags] train.py      what goes wrong in silence in this script?
+    python scripts/lockstep explain [log.txt ...]       which rank failed first, why, what to do?
     python scripts/lockstep doctor [flags]              what can this machine do, do ranks meet?
     python scripts/lockstep ssh HOST,HOST WHAT [flags]  start `machine` on each of them by ssh
     python scripts/lockstep two-machines WHAT [flags]   run WHAT on two machines made of one
@@ -25,6 +26,7 @@ COMMANDS = {
     "inside": "lockstep.inside",
     "machine": "lockstep.machine",
     "check": "lockstep.check",
+    "explain": "lockstep.explain",
     "doctor": "lockstep.doctor.command",
     "ssh": "lockstep.ssh",
     "two-machines": "lockstep.two_machines",
@@ -44,9 +46,12 @@ def main():
 
 
 def command():
-    """The command `lockstep`, after `pip install .`: only the check needs no other file."""
-    if sys.argv[1:2] != ["check"]:
-        print("lockstep check [flags] train.py; --help says more", file=sys.stderr)
+    """The command `lockstep`, after `pip install .`: only these need no other file."""
+    if sys.argv[1:2] not in (["check"], ["explain"]):
+        print(
+            "lockstep check train.py, or lockstep explain log.txt; --help says more",
+            file=sys.stderr,
+        )
         return 2
     return main()
 

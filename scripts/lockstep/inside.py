@@ -78,13 +78,13 @@ def run_watched(how, script, flags):
     """Run a lesson that torchrun does not start, and judge it; return the exit code."""
     args = proofs.read_flags(script, flags, 1, 1)
     sys.argv = [script, *[flag for flag in flags if flag != "--json"]]
+    sys.path.append(str(lessons.ROOT / "scripts"))  # a spawned rank gets this path
     if hasattr(proofs.of_script(script), "examine"):  # a proof that starts the ranks itself
         return proofs.tell(proofs.of_script(script).examine(args), script, args)
     if how == ONE_PROCESS:
         return proofs.run_in_one_process(script, args)
     from lockstep.watch import hooks
 
-    sys.path.append(str(lessons.ROOT / "scripts"))  # a spawned rank gets this path
     if not ending.verbose():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error costs one line
     with proofs.Watch(script) as seen:

@@ -89,6 +89,11 @@ def read_flags(script, flags, world_size, ranks_here):
 # --- The watched run ---
 
 
+def wanted_by(proof):
+    """Return how a proof wants the ranks to be watched: `values`, `storages`, `times` of facts."""
+    return proof.KEEP_VALUES, *(getattr(proof, name, False) for name in ("STORAGES", "TIMES"))
+
+
 class Watch:
     """Watches the processes that start while it is on, of a script that has a proof; else nothing.
 
@@ -106,7 +111,7 @@ class Watch:
             from lockstep.watch import facts
 
             self.folder = tempfile.TemporaryDirectory(prefix="lockstep_facts_", dir=self.place)
-            wanted = self.proof.KEEP_VALUES, getattr(self.proof, "STORAGES", False)
+            wanted = wanted_by(self.proof)
             os.environ.update(facts.environment(self.folder.name, self.script, 0, *wanted))
             if hasattr(self.proof, "turns"):
                 turns = self.proof.turns(self.args, self.world_size, self.place)

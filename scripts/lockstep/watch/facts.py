@@ -25,19 +25,21 @@ _file = {"process": None, "descriptor": None}
 _used = {}  # (a word of ROOM, of what): how much of the room, or None when it is used up
 process = {"rank": None, "most": None}  # "most": numbers of a tensor that are looked at, or all
 settings = {"folder": "", "home": "", "updates": 0, "values": 0, "sigterm": 0, "storages": False}
+settings["times"] = False
 
 
-def environment(folder, script, updates=0, values=0, storages=False):
+def environment(folder, script, updates=0, values=0, storages=False, times=False):
     """Return what a process finds in its environment that is to be watched.
 
     `folder` is where facts go. After so many `updates` a rank leaves; 0: never. At every so many
     updates (`values`) it writes down all gradients and parameters; 0: never. With `storages` it
-    looks at all memory of tensors.
+    looks at all memory of tensors, with `times` it sleeps while the script's clock runs.
     """
     inject = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
     path = os.pathsep.join(filter(None, [inject, os.environ.get("PYTHONPATH")]))
     found = {"PYTHONPATH": path, "LOCKSTEP_WATCH": str(folder)}
     found["LOCKSTEP_WATCH_STORAGES"] = str(int(storages))
+    found["LOCKSTEP_WATCH_TIMES"] = str(int(times))
     found["LOCKSTEP_WATCH_HOME"] = os.path.dirname(os.path.abspath(script))
     return found | {"LOCKSTEP_WATCH_UPDATES": str(updates), "LOCKSTEP_WATCH_VALUES": str(values)}
 
@@ -50,6 +52,7 @@ def begin():
     settings["values"] = int(os.environ["LOCKSTEP_WATCH_VALUES"])
     settings["sigterm"] = int(os.environ.get("LOCKSTEP_WATCH_SIGTERM", 0))  # see updates.terminate
     settings["storages"] = os.environ.get("LOCKSTEP_WATCH_STORAGES") == "1"
+    settings["times"] = os.environ.get("LOCKSTEP_WATCH_TIMES") == "1"
 
 
 def note(what, **facts):

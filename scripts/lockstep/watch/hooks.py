@@ -14,7 +14,12 @@ def start():
         from lockstep.watch import on_cpu
 
         on_cpu.start()
-    for part in (messages, rows, models, updates, output, end):
+    parts = [messages, rows, models, updates, output, end]
+    if facts.settings["times"]:
+        from lockstep.watch import clock
+
+        parts = [messages, output, end, clock]
+    for part in parts:
         part.watch()
 
 

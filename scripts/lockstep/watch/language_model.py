@@ -1,4 +1,4 @@
-"""The language model of lessons 07, 08 and 15 in NumPy: what their frameworks are held against.
+"""The language model of lessons 07 and 08 in NumPy: what their frameworks are held against.
 
 No framework has a part in it, so it can't share a mistake with one of them. The weights are those
 of `initial_weights` in the lessons: an embedding, two LSTM layers, and scores for all words.

@@ -34,7 +34,8 @@ def watch():
     from torch.distributed import distributed_c10d as c10d
 
     hooks = {"init_process_group": join, "destroy_process_group": leave, "new_group": make_group}
-    for name in (*hooks, *COLLECTIVES, *BETWEEN_TWO):
+    calls = [] if facts.settings["times"] else [*COLLECTIVES, *BETWEEN_TWO]  # clock.py sees them
+    for name in (*hooks, *calls):
         hook = hooks.get(name, call)
         around(c10d, name, hook)
         for module in (torch.distributed, torch.distributed.device_mesh):  # names of the same
@@ -84,7 +85,8 @@ def be_ready_for_a_hang():
     """Note messages, and write the last calls of this rank when the check finds that all stand."""
     from lockstep.watch import traces
 
-    traces.take_notes()
+    if not facts.settings["times"]:
+        traces.take_notes()
     threading.Thread(target=leave_calls_when_asked, args=[traces], daemon=True).start()
 
 

@@ -165,7 +165,8 @@ def states():
     import torch
 
     found = {"torch": facts.checksum(torch.default_generator.get_state())}
-    found["random"] = zlib.crc32(repr(random.getstate()).encode())
+    found["random"] = hash(random.getstate()[1])  # of whole numbers: the same in each process
     if "numpy" in sys.modules:
-        found["numpy"] = zlib.crc32(repr(sys.modules["numpy"].random.get_state()).encode())
+        _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
+        found["numpy"] = zlib.crc32(numbers.tobytes(), place)
     return found
