@@ -76,13 +76,13 @@ def train(make_layer, batches, rate):
     return layer, losses
 
 
-def start_workers(function, nproc, *args):
-    """Call function(*args) in `nproc` processes; return when all of them have ended."""
+def start_workers(function, nproc, *given):
+    """Call function(*given) in `nproc` processes; return when all of them have ended."""
     on_gpus = get_places(nproc)[0].is_gpu_place()
     forks = sys.platform == "linux" and not on_gpus  # they have Paddle, but can't use CUDA
     options = {"backend": "nccl" if on_gpus else "gloo"}
     options["start_method"] = "fork" if forks else "spawn"
-    paddle.distributed.spawn(function, args, nproc, **options)
+    paddle.distributed.spawn(function, given, nproc, **options)
 
 
 def get_places(count):

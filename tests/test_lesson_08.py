@@ -41,7 +41,7 @@ BREAKS = {
     "the losses are not added up": ("paddle.distributed.all_reduce(losses)", "pass"),
     "every worker takes the first rows": ("world_size)[rank]", "world_size)[0]"),
     "a place's gradients replace the others'": ("gradients[name] + copy.grad", "copy.grad"),
-    "one worker less": ("spawn(function, args, nproc,", "spawn(function, args, nproc - 1,", (3,)),
+    "one worker less": ("spawn(function, given, nproc,", "spawn(function, given, nproc - 1,", (3,)),
     "a mean for each sentence": ("mask.sum())", "mask.sum(1, keepdims=True) / len(mask))"),
 }
 
