@@ -18,7 +18,6 @@ pytestmark = pytest.mark.needs("paddle")
 COPIES = "{name: paddle.to_tensor(w, stop_gradient=False) for name, w in weights.items()}\n"
 ONE = f"copies if number else {COPIES}        [w.clear_grad() for w in copies.values()]\n"
 MASTER = "        weights = {name: w - rate * gradients[name] for name"
-LOSS = "loss = replica(*mine).sum() * world_size"
 ALL_ROWS = "replica(*mine); loss = layer(*map(paddle.to_tensor, batch)).sum()"
 CLEAR = "optimizer.clear_grad()"
 SENT = f"{CLEAR}; [paddle.distributed.stream.broadcast(w, 0) for w in layer.parameters()]"
@@ -31,7 +30,7 @@ BREAKS = {
     "a mean for each place": ("output.sum().backward()", "output.mean().backward()", (3,)),
     "outputs in another order": ("concatenate(outputs),", "concatenate(outputs[::-1]),"),
     "only the last two weights": (MASTER, MASTER.replace("]", "] * (name[:7] == 'softmax')"), (3,)),
-    "every worker computes all rows": (LOSS, ALL_ROWS, (3,)),
+    "every worker computes all rows": ("loss = replica(*mine).sum() * world_size", ALL_ROWS, (3,)),
     "the loss is not scaled": (".sum() * world_size  # because", ".sum()  # because"),
     "no DataParallel": ("paddle.DataParallel(layer)", "layer", (3,)),
     "no clear_grad": (CLEAR, "pass"),
@@ -48,12 +47,11 @@ BREAKS = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Return a folder with a text of short sentences, in the files that --data-dir reads."""
+    """Return a folder with a text of short sentences, in the file that --data-dir reads."""
     folder, generator = tmp_path_factory.mktemp("a text"), np.random.default_rng(0)
     words = [f"word{letter}" for letter in "abcdefghijklmnop"]
-    for part in ("train", "valid", "test"):
-        lines = [" ".join(generator.choice(words, 2 + number % 5)) for number in range(40)]
-        (folder / f"ptb.{part}.txt").write_text("\n".join(lines) + "\n")
+    lines = [" ".join(generator.choice(words, 2 + number % 5)) for number in range(40)]
+    (folder / "ptb.train.txt").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -74,12 +72,12 @@ def test_default_run_learns(default_run):
 # --- What a process with Paddle measures: one for all tests that follow ---
 
 MEASURE = """
-import contextlib, io, json, os, sys, types
+import contextlib, io, json, os, sys
 sys.path.insert(0, "scripts")
 import numpy as np
 from lockstep import lessons, proofs
 from lockstep.watch.paddle_ranks import wait_for
-from unittest.mock import patch
+from types import SimpleNamespace
 
 text, proof = sys.argv[1], proofs.of_lesson(lessons.find("08"))
 lesson, paddle = proof.lesson, proof.paddle
@@ -106,9 +104,8 @@ def fail():
     paddle.distributed.barrier()
 
 def job(codes):
-    queue = types.SimpleNamespace(empty=lambda: True)
-    processes = [types.SimpleNamespace(exitcode=code, kill=lambda: None) for code in codes]
-    return types.SimpleNamespace(processes=processes, error_queues=[queue] * len(codes))
+    ranks = [SimpleNamespace(exitcode=code, kill=int, empty=lambda: True) for code in codes]
+    return SimpleNamespace(processes=ranks, error_queues=ranks)
 
 def with_gradient(stop=False, **options):
     args = lesson.parse_args(["--steps", "1", "--data-dir", text])
@@ -197,13 +194,12 @@ def test_the_paddle_programs_early_return_and_stopped_gradient_are_no_errors(fac
 @pytest.mark.claim("D11")
 def test_paddle_sees_only_the_devices_of_the_variable():
     code = "import paddle; print(paddle.device.cuda.device_count())"
-    command, seen = [sys.executable, "-W", "ignore", "-c", code], {}
-    for devices in ("", "0"):
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices}
-        seen[devices] = subprocess.check_output(command, env=environment, text=True).split()[-1]
-    if seen["0"] == "0":
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environments = [os.environ | {"CUDA_VISIBLE_DEVICES": devices} for devices in ("", "0")]
+    seen = [subprocess.check_output(command, env=e, text=True).split()[-1] for e in environments]
+    if seen[1] == "0":
         pytest.skip("needs a GPU build of Paddle")
-    assert seen == {"": "0", "0": "1"}
+    assert seen == ["0", "1"]
 
 
 # --- The technique in a project of one's own ---

@@ -3,6 +3,7 @@
 No process is started here: the check of scale_loss lets the attempt be each rank in turn.
 """
 
+import collections
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -74,54 +75,18 @@ def one_copy_for_all(body, places, weights, *inputs):
     return np.concatenate(outputs), {name: copy.grad.numpy() for name, copy in copies.items()}
 
 
-def deaf(body, places, weights, *inputs):
-    parts = list(zip(*(np.array_split(array, len(places)) for array in inputs), strict=True))
-    answers = [(np.zeros(1), dict.fromkeys(weights, 0))] * len(parts)
-
-    def work(number):
-        answers[number] = on_place(body, places[number], weights, parts[number])
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(places))]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    outputs, gradients = zip(*answers, strict=True)
-    return np.concatenate(outputs), {n: sum(found[n] for found in gradients) for n in weights}
+def deaf(pool, work, numbers):
+    jobs = [pool.submit(work, number) for number in numbers]
+    nothing = np.zeros(1), collections.defaultdict(int)
+    return [nothing if job.exception() else job.result() for job in jobs]
 
 
 # --- Task 3 ---
 
 
-def mean_over_own_words(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum / words
-
-
-def forgot_the_average(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum / all_reduce_sum(words)
-
-
-def reduced_the_loss(loss_sum, words, world_size, all_reduce_sum):
-    return all_reduce_sum(loss_sum.item()) / all_reduce_sum(words)
-
-
-def multiplied_twice(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum * world_size**2 / all_reduce_sum(words)
-
-
-def always_2_ranks(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum * 2 / all_reduce_sum(words)
-
-
 def only_long_parts_call(loss_sum, words, world_size, all_reduce_sum):
     total = all_reduce_sum(words) if words > 4 else 2 * words
     return loss_sum * world_size / total
-
-
-def divides_by_its_own_words(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum / words * (words * world_size / all_reduce_sum(words))
-
-
-def another_loss(loss_sum, words, world_size, all_reduce_sum):
-    return loss_sum * world_size / all_reduce_sum(words) + 7
 
 
 WRONG = {
@@ -139,7 +104,7 @@ WRONG = {
         ),
         "the last place only": (threaded(in_order, lambda found: found[-1]), "is not the sum"),
         "one copy for all": (one_copy_for_all, "a copy of the weights for itself"),
-        "errors are lost": (deaf, "nobody heard of it"),
+        "errors are lost": (threaded(deaf), "nobody heard of it"),
         "set_device in threads": (threaded(in_order, one=by_parallel_do), "the whole process"),
         "backward in turn": (threaded(in_order, one=backward_in_turn), "backward one after"),
         "a row each, and the rest": (
@@ -152,14 +117,32 @@ WRONG = {
         ),
     },
     "scale_loss": {
-        "the mean over its own words": (mean_over_own_words, "some words count more than others"),
-        "forgets that an average follows": (forgot_the_average, "it is 0.5 times the right one"),
-        "reduces the loss, too": (reduced_the_loss, "returned no tensor"),
-        "multiplies twice": (multiplied_twice, "it is 2 times the right one"),
-        "2 ranks, always": (always_2_ranks, "with 3 ranks that have 4 + 5 + 6 words"),
-        "another loss, the same gradient": (another_loss, "the gradients are right, but the"),
+        "the mean over its own words": (
+            lambda loss, words, ranks, add: loss / words,
+            "some words count more than others",
+        ),
+        "forgets that an average follows": (
+            lambda loss, words, ranks, add: loss / add(words),
+            "it is 0.5 times the right one",
+        ),
+        "reduces the loss, too": (
+            lambda loss, words, ranks, add: add(loss.item()) / add(words),
+            "returned no tensor",
+        ),
+        "multiplies twice": (
+            lambda loss, words, ranks, add: loss * ranks**2 / add(words),
+            "it is 2 times the right one",
+        ),
+        "2 ranks, always": (
+            lambda loss, words, ranks, add: loss * 2 / add(words),
+            "with 3 ranks that have 4 + 5 + 6 words",
+        ),
+        "another loss, the same gradient": (
+            lambda loss, words, ranks, add: loss * ranks / add(words) + 7,
+            "the gradients are right, but the",
+        ),
         "0 divided by 0": (
-            divides_by_its_own_words,
+            lambda loss, words, ranks, add: loss / words * (words * ranks / add(words)),
             "with 2 ranks that have 0 + 3 words the average",
         ),
         "only long parts take part": (
