@@ -23,7 +23,6 @@ SCRIPTS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons").glob("*.py
 NOTEBOOKS = {path.stem[7:9]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 PROOFS = {path.stem[7:9]: path for path in sorted((ROOT / "lessons/proofs").glob("lesson_*.py"))}
 PAGES = [*sorted(ROOT.glob("*.md")), *NOTEBOOKS.values()]
-FRAME = "# --- The frame: the same in every lesson ---\n"
 # `-k lesson_03` finds what lesson 03 owes, too.
 each = pytest.mark.parametrize("lesson", SCRIPTS, ids="lesson_{}".format)
 
@@ -188,10 +187,10 @@ def definitions(source):
 
 
 def test_copied_blocks_are_equal_to_the_letter():
-    """The frame, `join_group`, and the blocks that several lessons share."""
+    """`join_group`, and the blocks that several lessons share."""
     texts = {path.stem: text_of(path) for path in SCRIPTS.values()}
     texts["template"] = text_of(ROOT / "templates" / "lesson_NN_slug.py")
-    shared = ["join_group", "whole", "conclude", "make_toy"]
+    shared = ["join_group", "make_toy"]
     shared += ["read_sentences", "number_words", "make_batches", "initial_weights"]
     for name in shared:
         copies = {lesson: definitions(text).get(name) for lesson, text in texts.items()}
@@ -201,17 +200,9 @@ def test_copied_blocks_are_equal_to_the_letter():
 
 
 @each
-def test_technique_comes_first_and_the_frame_last(lesson):
-    source = SCRIPTS[lesson].read_text()
+def test_technique_comes_first(lesson):
+    source = text_of(SCRIPTS[lesson])
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
-    if lesson in PROOFS:
-        return
-    order = [source.index(f"# --- {part}") for part in ("The technique", "The proof", "The frame")]
-    assert order == sorted(order)
-    frame = source[source.index(FRAME) + len(FRAME) :].partition("\nif __name__")[0]
-    assert list(definitions(frame)) in (["whole", "conclude"], ["join_group", "whole", "conclude"])
-    code = re.sub(r'""".*?"""', "", frame, flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
 @each
@@ -226,7 +217,7 @@ def test_technique_is_what_a_reader_copies(lesson):
     assert len(re.findall(r"^ +yield$", technique, re.MULTILINE)) == contexts
     technique = re.sub(r"^ +yield$", "", technique, count=contexts, flags=re.MULTILINE)
     assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
-    assert source.endswith(END_OF_SCRIPT if lesson in PROOFS else END_OF_FRAME)
+    assert source.endswith(END_OF_SCRIPT)
     assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")
 
 
@@ -253,12 +244,6 @@ END_OF_SCRIPT = """
 
 if __name__ == "__main__":
     main(parse_args())
-"""
-END_OF_FRAME = """
-
-if __name__ == "__main__":
-    args = parse_args()
-    sys.exit(conclude(*main(args), args.json))
 """
 
 
