@@ -202,7 +202,7 @@ def test_copied_blocks_are_equal_to_the_letter():
 
 @each
 def test_technique_comes_first(lesson):
-    source = SCRIPTS[lesson].read_text()
+    source = text_of(SCRIPTS[lesson])
     assert source[: source.index("# --- The technique ---")].count("\n") < 44
 
 
