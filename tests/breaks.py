@@ -95,7 +95,7 @@ def judge_breaks(said):
 def judge_beside_torch(lesson, sources, where, numbers, flags):
     """Run them on these numbers of ranks, in one new process in which nobody imports torch."""
     scripts = str(lessons.ROOT / "scripts")
-    program = f"import sys\nsys.path.append({scripts!r})\n" + PROOF_BESIDE_TORCH
+    program = f"import sys\nsys.path.append({scripts!r})\n" + BESIDE_TORCH
     program += inspect.getsource(verdict_of_one_process) + JUDGE
     runs = []  # [name, number of ranks]
     for name in sources:
@@ -115,7 +115,7 @@ def run_python(program, text):
     return ran
 
 
-PROOF_BESIDE_TORCH = """
+BESIDE_TORCH = """
 import contextlib, functools, io, json, sys
 from lockstep import lessons, proofs
 
