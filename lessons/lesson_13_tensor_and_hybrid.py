@@ -4,7 +4,7 @@ Tensor parallelism cuts a layer by columns, the next one by rows, attention by h
 between two cuts never travels; each half of a transformer block costs one all-reduce forward and
 one backward. Ranks that share a model can be one replica of several: the hybrid.
 
-Run it:   bash scripts/lesson_13.sh --nproc 4 [--data 2 --tensor 2]    (default: much tensor)
+Run it:   bash scripts/lesson_13.sh [--nproc 4 --data 2 --tensor 2]    (else: 2 ranks, 2 parts)
 Or alone: python lessons/lesson_13_tensor_and_hybrid.py    (a world of one)
 
 Output to expect on a CPU:

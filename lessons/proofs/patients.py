@@ -1,5 +1,7 @@
 """Ten jobs that hang or fail, the patients of lesson 19, and a healthy one.
 
+One of the ten, early_stop, is the script's.
+
 Each is one rank of a job, and nothing in it knows that it is watched. By hand, as in life:
 
     torchrun --standalone --nproc-per-node=3 lessons/proofs/patients.py both_send --files FOLDER

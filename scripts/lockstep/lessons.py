@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TORCHRUN = "torchrun"  # ranks.py starts them, as the command torchrun does
 LAUNCH_JOB = "launch_job"  # the script does, by launch_job(func, nproc, *args); all on one machine
 REHEARSAL = "rehearsal"  # rehearsal.py does: two launchers play two machines
-ITSELF = "itself"  # the script does, in its own ways; all on one machine
+ITSELF = "itself"  # the script or its proof does, in its own ways; all on one machine
 BY_HAND = "by hand"  # by_hand.py does, by lines that a person could type; all on one machine
 ONE_PROCESS = "one process"  # there are no ranks: --nproc is a number of devices
 

@@ -12,7 +12,7 @@ class Rank:
 
     def __init__(self, events, stack="", calls=None, folder=None):
         self.events, self.stack, self.folder = events, stack, folder
-        self.last_calls = calls  # what clinic.write_calls has left in a hang, in bytes
+        self.last_calls = calls  # what traces.write_calls has left in a hang, in bytes
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
         self.drawn, self.group, self.error, self.ended = [], None, None, None

@@ -1,4 +1,4 @@
-"""A job that stands still: who waits where, and who holds up the others (lesson 19's functions)."""
+"""A job that stands still: who waits where, and who holds up the others (by the clinic)."""
 
 import pickle
 import re
