@@ -296,10 +296,8 @@ FAULTS = {
     "Address already in use": (lambda *_: at_a_taken_port(), lambda *_: listening()),
     "Timed out after … clients joined": (lambda *_: one_of_two(), None),
     "No backend type associated with device type": (
-        lambda *_: dist.all_reduce(torch.ones(1), group=dist.new_group(backend="cuda:gloo")),
-        lambda *_: dist.all_reduce(
-            torch.ones(1), group=dist.new_group(backend="cpu:gloo,cuda:gloo")
-        ),
+        lambda *_: all_reduce_with("cuda:gloo"),
+        lambda *_: all_reduce_with("cpu:gloo,cuda:gloo"),
     ),
     "Expected to have finished reduction in the prior iteration": (
         lambda *_: train(model=TwoHeads()),
