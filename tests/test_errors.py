@@ -440,6 +440,10 @@ FAULTS = {
         lambda rank, _: [reduce, dist.barrier][rank](group=in_detail()),
         lambda *_: reduce(group=in_detail()),
     ),
+    "FileExistsError": (
+        lambda *_: os.makedirs(tempfile.gettempdir()),
+        lambda *_: os.makedirs(tempfile.gettempdir(), exist_ok=True),
+    ),
     # Only warnings:
     "did not find any unused parameters": (
         lambda *_: train(find_unused_parameters=True),

@@ -344,7 +344,22 @@ REASON_BELOW = """\
 [rank0]: Last error:
 [rank0]: Bootstrap : no socket interface found
 """
+HUNG_UP = """\
+WARNING:torch.distributed.elastic.agent.server.api:Received 1 death signal, shutting down workers
+WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 7 closing signal SIGHUP
+"""
+RANK_IN_THE_MESSAGE = """\
+Traceback (most recent call last):
+  File "/home/a/train.py", line 30, in <module>
+RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] by key '0', \
+but store->get('0') got error: Socket Timeout
+"""
 LOGS = {
+    "the terminal was closed": (HUNG_UP, r"a process .* failed:(.|\n)*tmux"),
+    "the rank is in the message": (
+        RANK_IN_THE_MESSAGE,
+        r"rank 1 waited(.|\n)*\n  rank 0 says nothing",
+    ),
     "nccl's reason in the last line": (
         REASON_BELOW,
         r"(.|\n)*NCCL_SOCKET_IFNAME(.|\n)*brief address",
@@ -402,7 +417,7 @@ LOGS = {
         MPIRUN,
         r"rank 1 tells only what follows from(.|\n)*rank 0 says nothing: look there first",
     ),
-    "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*host gpu003 only felt it: is setting"),
+    "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*rank 11 only felt it: is setting"),
     "nccl's own": (OF_NCCL, r"local rank 3 failed: .*Cuda(.|\n)*local rank 0 only felt it: Conn"),
     "of a spawned process that was killed": (
         SPAWNED_AND_KILLED,

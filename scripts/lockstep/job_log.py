@@ -54,7 +54,9 @@ MARKS = [
 ]
 MARK_OF_SRUN = (re.compile(r" *(\d+): ?"), "task")  # srun --label
 MARK_OF_HOST = (re.compile(r"([\w.-]*\d[\w.-]*): ?"), "host")  # pdsh, and so DeepSpeed
-SAID_BY_NCCL = re.compile(r"\[Rank (\d+)\]|^\S+:\d+:\d+ \[(\d+)\] ")
+SAID_BY_NCCL = re.compile(
+    r"(?:\[Rank (?=\d+\])|: \[(?=\d+\] is setting up))(\d+)\]|^\S+:\d+:\d+ \[(\d+)\] "
+)
 
 
 def speaker(line, marks):
@@ -118,7 +120,7 @@ PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|Checkpoint)E|Ex
 # So begins a line that tells of an error, and is not only a program's word about one.
 SERIOUS = re.compile(
     r"^\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
-    r"|Fatal|ERROR: |\S+: error: |\S+:\d+:\d+ \[\d+\] )|\w(Error|Exception)[:(]"
+    r"|Fatal|ERROR: |.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )|\w(Error|Exception)[:(]"
 )
 OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
