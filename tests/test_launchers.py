@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import psutil
@@ -836,3 +837,11 @@ def test_the_check_of_the_flags_leaves_nothing_in_the_launcher(capsys, number):
         ranks.check(script_of(number), 2, ["--seed=x"], ranks.Job())
     assert (stop.value.code, see()) == (2, before)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_goodbye_is_one_write_so_that_those_of_two_machines_do_not_mix(monkeypatch):
+    """print() writes a line, then its end: of two processes, one line in ten was torn."""
+    written = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    ending.say_goodbye(signal.SIGTERM)
+    assert written == ["terminated: all that was started has ended\n"]

@@ -42,8 +42,11 @@ def end_with_parent(signal_number):
 
 
 def say_goodbye(signal_number):
-    """Say the one line that a command says when it was asked to end, and has ended."""
-    print(f"{WORDS[signal_number]}: all that was started has ended", file=sys.stderr)
+    """Say the one line that a command says when it was asked to end, and has ended.
+
+    One write: print makes two of it, and lines of two machines in one pipe would mix.
+    """
+    sys.stderr.write(f"{WORDS[signal_number]}: all that was started has ended\n")
 
 
 def leave(signal_number, frame):
