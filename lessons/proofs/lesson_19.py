@@ -6,11 +6,13 @@ what a rank says when it ends, its stacks, its calls for two. `detail` and `roll
 job, so each has a run of its own.
 """
 
+import contextlib
 import faulthandler
 import inspect
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -455,7 +457,7 @@ def look_at(names, tools, args):
     kinds.pop("roll_call", None)  # it needs to know the line before which to call the roll
     jobs = [(name, kind, job_of(name)) for name in names for kind in kinds]
     runs = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with a_folder() as folder:
         for first in range(0, len(jobs), 4):  # more at once would get in each other's way
             runs |= treat(jobs[first : first + 4], args, Path(folder))
         if "roll_call" in tools:
@@ -466,6 +468,22 @@ def look_at(names, tools, args):
         found = {n: {t: read[t](runs[n, RUN_OF[t]], args) for t in tools} for n in names}
     ends = {name: runs[name, "plain"].ends.values() for name in names}
     return found, [name for name in names if [code for _, code in ends[name]] == [0] * args.nproc]
+
+
+@contextlib.contextmanager
+def a_folder():
+    """Make a folder for the doctor; it goes in the end, also while a killed rank's loader writes.
+
+    A process that reads rows notices a moment later that its rank is no more.
+    """
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        end = time.monotonic() + 10
+        while os.path.exists(folder) and time.monotonic() < end:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.02)
 
 
 def called_in(run, args):
