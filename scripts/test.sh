@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" all
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-# Test files and notebooks are shared out to three processes for each CPU, at most six, as almost half
-# of the time is spent waiting: for ranks that are to give up, and for a lesson that another runs.
-workers=$("$python" -c 'import os; print(min(6, 3 * os.cpu_count()))')
+# Test files and notebooks are shared out to two processes more than there are CPUs, at most four:
+# a third of the time is spent waiting.
+workers=$("$python" -c 'import os; print(min(4, os.cpu_count() + 2))')
 exec "$python" -m pytest --nbval -n "$workers" -m "not slow" "$@"
