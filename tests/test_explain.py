@@ -358,7 +358,7 @@ LOGS = {
     "the terminal was closed": (HUNG_UP, r"a process .* failed:(.|\n)*tmux"),
     "the rank is in the message": (
         RANK_IN_THE_MESSAGE,
-        r"rank 1 waited(.|\n)*\n  rank 0 says nothing",
+        r"rank 1 waited(.|\n)*\n  not a word of rank 0:",
     ),
     "nccl's reason in the last line": (
         REASON_BELOW,
@@ -367,7 +367,7 @@ LOGS = {
     "a command cut by a terminal": (CUT_BY_A_TERMINAL, r"local rank 1 failed: exitcode : -9"),
     "one of four says nothing": (
         THREE_OF_FOUR,
-        r"rank 1, 2, 3 waited(.|\n)*\n  rank 0 says nothing(?!(.|\n)*only felt)",
+        r"rank 1, 2, 3 waited(.|\n)*\n  not a word of rank 0:(?!(.|\n)*only felt)",
     ),
     "behind a quotation mark": (
         "`ValueError: no cat`\n",
@@ -388,7 +388,7 @@ LOGS = {
         OLD_SPAWN,
         r"process 0 failed: KeyError: 'car'(.|\n)*imports the script",
     ),
-    "C++'s word at the end": (AT_THE_END, r"(?!(.|\n)*says nothing:)(.|\n)*: terminate called"),
+    "C++'s word at the end": (AT_THE_END, r"(?!(.|\n)*not a word)(.|\n)*: terminate called"),
     "an exception of another name, and a warning": (STOPPED, r"rank 1 failed: StopIteration\n"),
     "a rank that torchrun had to kill": (IGNORES_SIGTERM, r"rank 0 waited in vain"),
     "another program's error": (OF_A_TOOL, r"rank 1 failed: subprocess.CalledProcessError"),
@@ -415,7 +415,7 @@ LOGS = {
     "srun's": (OF_SRUN, r"task 2 failed: exitcode : -9(.|\n)*memory was full"),
     "mpirun's": (
         MPIRUN,
-        r"rank 1 tells only what follows from(.|\n)*rank 0 says nothing: look there first",
+        r"rank 1 tells only what follows from(.|\n)*not a word of rank 0: ",
     ),
     "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*rank 11 only felt it: is setting"),
     "nccl's own": (OF_NCCL, r"local rank 3 failed: .*Cuda(.|\n)*local rank 0 only felt it: Conn"),
@@ -447,7 +447,7 @@ LOGS = {
     ),
     "all wait, one is silent": (
         ALL_WAIT,
-        r"rank 0 waited in vain, and no rank in this log says why:(.|\n)*rank 1 says nothing: look",
+        r"rank 0 waited in vain, and no rank in this log says why:(.|\n)*not a word of rank 1: ",
     ),
     "the ranks differ": (
         NOT_ALIKE,
@@ -483,6 +483,19 @@ LOGS = {
 def test_a_log_says_who_and_why(log):
     text, wanted = LOGS[log]
     assert re.match(wanted, told(text)), told(text)
+
+
+def test_what_is_found_in_a_piece_is_found_in_a_long_log():
+    """Of a long log only the lines with a telling word are looked at."""
+    metrics = "step 12 loss 0.25\n" * 2000
+    by_first_lines = {"of srun --label", "of pdsh"}  # they tell that each line has a mark
+    by_hand = {"the words alone", "cut before the error"}
+    for name in LOGS.keys() - by_first_lines - by_hand:
+        text, wanted = LOGS[name]
+        first = told(text).splitlines()[0]
+        if not first.startswith("no process"):
+            assert told(metrics + text).splitlines()[0] == first, name
+            assert re.match(wanted, told(text + metrics)), (name, told(text + metrics))
 
 
 def test_what_windows_and_containers_put_around_each_line_does_not_matter():

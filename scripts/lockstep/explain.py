@@ -149,7 +149,9 @@ def silent(log):
     ranks = [int(who.split()[1]) for who in heard if who.startswith("rank ")]
     all_ranks = [f"rank {rank}" for rank in range(max(ranks, default=-1))]
     quiet = [who for who in [*log.launchers.order, *all_ranks] if who not in heard]
-    return wrapped(f"{listed(quiet)} says nothing: look there first") if quiet else []
+    if not quiet:
+        return []
+    return wrapped(f"not a word of {listed(quiet)}: if this is the log of all, look there first")
 
 
 def nothing(log):

@@ -18,24 +18,15 @@ SHORT = 1 << 14  # bytes of a log that is looked at line by line
 LONGEST = 1 << 16  # bytes of a line that are looked at
 MOST = 500  # errors that are kept of a rank: the cause comes early
 
-# A line without one of these is not looked at, unless a traceback is open. Each message of the page
-# has one of them.
+# In a long log, a line without one of these is not looked at, unless a traceback is open.
 TELLING = (
     *(b"Error", b"rror:", b"Exception", b"arning", b"raceback", b'  File "', b"-- Process "),
     *(b"exitcode", b"exit code", b"failed", b"failure", b"signal", b"Signal", b"illed", b"illing"),
     *(b"NCCL", b"oom", b"Out Of", b"terminate", b"what():", b"  rank ", b"  time ", b"roup"),
     *(b"imed out", b"leaked", b"An attempt", b"OMP_NUM", b"Address", b"hostname", b"us error"),
-    *(
-        b"mismatch",
-        b"key(s)",
-        b"unrecognized",
-        b"not receive",
-        b"rocess name",
-        b"return code",
-        b"local_rank",
-        b"Last error",
-    ),
-    *(b"CANCELLED", b"task ", b"watchdog", b"FAILED", b"above exc", b"free()"),
+    *(b"mismatch", b"key(s)", b"unrecognized", b"not receive", b"rocess name", b"return code"),
+    *(b"local_rank", b"Last error", b"Duplicate GPU", b"no socket interface", b"CANCELLED"),
+    *(b"task ", b"watchdog", b"FAILED", b"above exc", b"free()", b"corrupt", b"Fatal"),
 )
 
 # --- Who says a line ---
@@ -63,11 +54,10 @@ def speaker(line, marks):
     """Return (who says this line, or "" if it does not tell, the line without its mark)."""
     for pattern, name in marks:
         if found := pattern.match(line):
+            rest = line[found.end() :]
             if name == "host":  # a rank may be named after it
-                return speaker(line[found.end() :], MARKS)[0] or f"host {found[1]}", line[
-                    found.end() :
-                ]
-            return f"{name} {int(found[1])}", line[found.end() :]
+                return speaker(rest, MARKS)[0] or f"host {found[1]}", rest
+            return f"{name} {int(found[1])}", rest
     if found := SAID_BY_NCCL.search(line):
         return f"rank {found[1]}" if found[1] else f"local rank {found[2]}", line
     return "", line
