@@ -287,8 +287,12 @@ FAULTS = {
         lambda *_: dist.init_process_group("gloo"),
         lambda *_: dist.is_initialized() or dist.init_process_group("gloo"),
     ),
-    "environment variable RANK expected, but not set": (
+    "environment variable … expected, but not set": (
         lambda *_: with_unset("RANK", lambda: list(dist.rendezvous("env://"))),
+        None,
+    ),
+    "KeyError: 'LOCAL_RANK'": (
+        lambda *_: with_unset("LOCAL_RANK", lambda: os.environ["LOCAL_RANK"]),
         None,
     ),
     "rank parameter missing": (lambda *_: next(dist.rendezvous("tcp://127.0.0.1:1")), None),

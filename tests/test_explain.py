@@ -354,7 +354,69 @@ Traceback (most recent call last):
 RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] by key '0', \
 but store->get('0') got error: Socket Timeout
 """
+ON_WINDOWS = r"""
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "D:\a\Python38\lib\site-packages\torch\multiprocessing\spawn.py", line 7, in _wrap
+  File "D:\b\train.py", line 31, in main
+    pool = Pool(3)
+  File "C:\Users\b\anaconda3\lib\multiprocessing\pool.py", line 90, in __init__
+ValueError: no such pool
+"""
+CUT_PATHS = """\
+Traceback (most recent call last):
+  File "model.py", line 12, in forward
+    return encoder.hidden
+  File "torch/nn/modules/module.py", line 8, in __getattr__
+AttributeError: 'DistributedDataParallel' object has no attribute 'hidden'
+"""
+IN_BOXES = """\
+╭────── Traceback (most recent call last) ──────╮
+│ /home/a/train.py:31 in main                    │
+│                                                │
+│   30 │   rows = read()                          │
+│ ❱ 31 │   model(rows)                            │
+│                                                │
+│ /x/lib/python3.11/site-packages/torch/a.py:5   │
+│ in call                                        │
+╰────────────────────────────────────────────────╯
+ValueError: no rows
+"""
+IN_A_NOTEBOOK = """\
+ValueError                                Traceback (most recent call last)
+Cell In[3], line 1
+----> 1 trainer.train()
+
+File ~/course/trainer.py:88, in Trainer.train(self)
+     87 def train(self):
+---> 88     raise ValueError("no rows")
+
+File /x/lib/python3.11/site-packages/torch/a.py:5, in call(rows)
+      4     (...)
+ValueError: no rows
+"""
+OLD_NCCL = """\
+    work = group.broadcast([tensor], options)
+RuntimeError: NCCL error in: /src/ProcessGroupNCCL.cpp:911, invalid usage, NCCL version 2.7.8
+RuntimeError: RuntimeErrorNCCL error in: /src/ProcessGroupNCCL.cpp:911, invalid usage, NCCL version
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library (such as too many calls).
+"""
+A_NEW_GPU = """\
+/x/torch/cuda/__init__.py:100: UserWarning:
+NVIDIA B7 with CUDA capability sm_700 is not compatible with the current PyTorch installation.
+node1:31:31 [0] NCCL WARN Cuda failure 'named symbol not found'
+RuntimeError: NCCL Error 1: unhandled cuda error
+"""
 LOGS = {
+    "of Windows": (ON_WINDOWS, r"process 1 failed: ValueError(.|\n)*\(train.py:31, in main;"),
+    "paths that begin with torch": (CUT_PATHS, r"a process .* failed(.|\n)*model.py:12, in forw"),
+    "in boxes": (IN_BOXES, r"a process .* failed: ValueError: no rows\n.*train.py:31, in main;"),
+    "of a notebook": (IN_A_NOTEBOOK, r"a process .* failed: ValueError(.|\n)*trainer.py:88, in T"),
+    "an old nccl without its reason": (OLD_NCCL, r"a process .*failed(.|\n)*than GPUs"),
+    "a GPU newer than PyTorch": (
+        A_NEW_GPU,
+        r"a process .* failed: .*cuda error(.|\n)*names for your GPU",
+    ),
     "the terminal was closed": (HUNG_UP, r"a process .* failed:(.|\n)*tmux"),
     "the rank is in the message": (
         RANK_IN_THE_MESSAGE,

@@ -97,7 +97,18 @@ class Said(NamedTuple):
 
 
 BEGIN = re.compile(r"(Original )?Traceback \(most recent call last\)")
-FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+FRAMES = [
+    re.compile(r' *File "(.*)", line (\d+), in (.*)'),
+    re.compile(r"(?:File )?([/~\w].*\.py):(\d+),? in ([\w.<>]+)"),  # of rich, and of a notebook
+]
+# A line between two of those: of rich in a box, of a notebook with arrows.
+IN_TRACEBACK = re.compile(r"[ \t]|$|(File )?[/~].*\.py|-+> |\(\.\.\.\)|Cell In|<ipython|❱|.*[│╮╯]$")
+# Not yours, beside what is LIBRARY on Linux: Python on Windows, and PyTorch wherever it lies.
+OTHER_LIBRARY = re.compile(
+    r"/(Python\d+|[^/]*conda\d?|envs/[^/]+)/lib/"
+    r"|(^|/)torch/(_|nn/|utils/|distributed/|multiprocessing/|autograd/|optim/|serialization\.py)",
+    re.IGNORECASE,
+)
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Empty)(?=:|$)")
 LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)+\w+|[A-Z]\w*)(?=:|$)")  # of a traceback: cv2.error
 GROUP = re.compile(r" *\| ")  # the margin of an ExceptionGroup
@@ -120,6 +131,12 @@ BY_LAUNCHER = re.compile(r"(rank \d+) failed: (.*)")
 def is_of_torch(name):
     """Return whether an exception's type is one with which torch.distributed tells of others."""
     return bool(re.match(r"RuntimeError|torch\.|Dist|Rendezvous", name))
+
+
+def is_yours(file):
+    """Return whether a file, with slashes, is neither Python's nor a package's."""
+    libraries = (LIBRARY, OTHER_LIBRARY)
+    return "/bin/" not in file and not any(library.search(file) for library in libraries)
 
 
 def role_of(name, text, entry, traced):
@@ -222,7 +239,7 @@ class Log:
             self.ignored.add(who)
         elif begins := BEGIN.search(text):
             self.begin(who, original=bool(begins[1]))
-        elif FRAME.match(text) or (who in self.open and text[:1] in ("", " ", "\t")):
+        elif FRAMES[0].match(text) or (who in self.open and IN_TRACEBACK.match(text)):
             self.hear_frame(who, text)
         elif named := (LAST_LINE if who in self.open else EXCEPTION).match(text):
             self.hear_exception(number, who, named[0], text)
@@ -247,11 +264,10 @@ class Log:
 
     def hear_frame(self, who, text):
         """Take in a line of a traceback."""
-        frame = FRAME.match(text)
-        place = self.open.setdefault(who, "")
-        if frame and not LIBRARY.search(frame[1]) and "/bin/" not in frame[1]:  # torchrun is there
-            place = f"{frame[1].rpartition('/')[2]}:{frame[2]}, in {frame[3]}"
-        self.open[who] = place
+        frame = next(filter(None, (pattern.match(text) for pattern in FRAMES)), None)
+        self.open.setdefault(who, "")
+        if frame and is_yours(file := frame[1].replace("\\", "/")):
+            self.open[who] = f"{file.rpartition('/')[2]}:{frame[2]}, in {frame[3]}"
 
     def hear_exception(self, number, who, name, text):
         """Take in the line with the type and the message."""
