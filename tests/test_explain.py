@@ -407,7 +407,42 @@ NVIDIA B7 with CUDA capability sm_700 is not compatible with the current PyTorch
 node1:31:31 [0] NCCL WARN Cuda failure 'named symbol not found'
 RuntimeError: NCCL Error 1: unhandled cuda error
 """
+BROKEN_BY_A_BOX = """\
+╰─────────────────╯
+RuntimeError: loss: element 0 of tensors
+does not require grad and has no grad_fn
+epoch 3
+"""
+A_ROLL_CALL = """\
+[E ProcessGroupGloo.cpp:12] Rank 1 successfully reached monitoredBarrier, but received errors while
+[E ProcessGroupGloo.cpp:12] [Rank 0]: Rank 3 failed to pass monitoredBarrier in 5000 ms
+"""
+NO_SCRIPT = """\
+/x/bin/python: can't open file '/home/a/trian.py': [Errno 2] No such file or directory
+E1127 13:45:52.7 14 torch/distributed/api.py:826] failed (exitcode: 2) local_rank: 1 (pid: 3)
+"""
+BEFORE_TORCHRUN = """\
+Traceback (most recent call last):
+  File "/x/lib/python3.7/site-packages/torch/distributed/launch.py", line 25, in main
+subprocess.CalledProcessError: Command '['/x/bin/python3', '-u', 'train.py', '--local_rank=5', \
+'--lr', '0.5']' died with <Signals.SIGKILL: 9>.
+"""
+OF_ACCELERATE = "Command '['/x/bin/python', 'train.py']' died with <Signals.SIGSEGV: 11>.\n"
+OF_LIGHTNING = """\
+[rank: 3] Child process with PID 77 terminated with code -9. Forcefully terminating all other
+"""
+CUT_IN_THE_MIDDLE = "ERROR:torch.distributed.elastic.api:failed (exitcode: -9) local_ranka/bin\n"
 LOGS = {
+    "a message that a box broke": (
+        BROKEN_BY_A_BOX,
+        r"a process .*failed: Run(.|\n)*use_reentrant=False",
+    ),
+    "a roll call": (A_ROLL_CALL, r"rank 0 waited in vain(.|\n)*more batches or fewer"),
+    "no such script": (NO_SCRIPT, r"a process .*failed: (.|\n)*does not find the script"),
+    "of a launcher before torchrun": (BEFORE_TORCHRUN, r"local rank 5 failed: exitcode : -9"),
+    "accelerate's": (OF_ACCELERATE, r"a process .* failed: exitcode : -11"),
+    "Lightning's": (OF_LIGHTNING, r"rank 3 failed: exitcode : -9"),
+    "torchrun's, cut in the middle": (CUT_IN_THE_MIDDLE, r"a process .* failed: exitcode : -9"),
     "of Windows": (ON_WINDOWS, r"process 1 failed: ValueError(.|\n)*\(train.py:31, in main;"),
     "paths that begin with torch": (CUT_PATHS, r"a process .* failed(.|\n)*model.py:12, in forw"),
     "in boxes": (IN_BOXES, r"a process .* failed: ValueError: no rows\n.*train.py:31, in main;"),

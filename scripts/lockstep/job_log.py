@@ -27,6 +27,7 @@ TELLING = (
     *(b"mismatch", b"key(s)", b"unrecognized", b"not receive", b"rocess name", b"return code"),
     *(b"local_rank", b"Last error", b"Duplicate GPU", b"no socket interface", b"CANCELLED"),
     *(b"task ", b"watchdog", b"FAILED", b"above exc", b"free()", b"corrupt", b"Fatal"),
+    b"can't open file",
 )
 
 # --- Who says a line ---
@@ -121,7 +122,8 @@ PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|Checkpoint)E|Ex
 # So begins a line that tells of an error, and is not only a program's word about one.
 SERIOUS = re.compile(
     r"^\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
-    r"|Fatal|ERROR: |.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )|\w(Error|Exception)[:(]"
+    r"|Fatal|ERROR: |\S*python\S*: can't|.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )"
+    r"|\w(Error|Exception)[:(]"
 )
 OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
@@ -175,11 +177,13 @@ class Log:
         )  # whose next traceback belongs to the last; is idle
         self.around = None  # the entry of an error that has only passed on the one which comes
         self.spawned = ""  # whose traceback mp.spawn passes on
+        self.unknown = -1  # the line of an error that the page does not know, or not by this line
 
     def read(self, stream, name="the log"):
         """Read a stream of bytes to its end; `name` is what a reader calls it."""
         self.name, self.lines, rest = name, 0, b""
         self.open.clear()
+        self.unknown = -1
         self.is_short = False
         while piece := stream.read(PIECE):
             self.is_short = not self.lines and len(piece) < SHORT
@@ -197,7 +201,7 @@ class Log:
     def look(self, lines):
         """Take in these lines of bytes; those without a telling word cost little."""
         for number, line in enumerate(lines, self.lines + 1):
-            if self.is_telling(line):
+            if self.is_telling(line) or number == self.unknown + 1:
                 line = (
                     line if len(line) <= LONGEST else line[: LONGEST // 2] + line[-LONGEST // 2 :]
                 )
@@ -283,6 +287,7 @@ class Log:
         role = role_of(name, text, entry, place is not None)
         chain = self.chains[who] if place is not None else 0
         doubt = 0 if chain or entry else 1
+        self.unknown = -1 if entry else number
         self.keep(Said(who, text, role, entry, place or "", self.name, number, doubt, chain))
 
     def hear_other(self, number, who, text):
@@ -296,6 +301,8 @@ class Log:
         if text == "Last error:" and last and last.who == who:
             self.said[-1] = last._replace(text=f"{last.text} {text}")
             return
+        if not entry and last and last.who == who and number == self.unknown + 1:
+            entry = self.find(f"{last.text} {text.strip()}")  # a box, or a terminal, broke the line
         if not entry or text.lstrip().startswith("raise "):
             return
         if last and last.who == who and goes_on(last, number, text, entry):
