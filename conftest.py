@@ -103,11 +103,6 @@ def finish(process):
     return Finished(process.args, process.returncode, stdout, stderr)
 
 
-def free_port():
-    """Return a port of 127.0.0.1 at which nobody listens, for now."""
-    return free_ports(1)[0]
-
-
 def watch_ports(launcher, found):
     """Add to `found` each address beyond this machine at which a process of a lesson listens."""
     while launcher.poll() is None:

@@ -159,7 +159,7 @@ def judge_by_framework(lesson, sources, where, numbers, flags):
         args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
         with patch.multiple(proof.lesson, **SMALLER):
             verdict = proof.judge(intact | new, args)
-        said.append((not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])))
+        said.append((verdict.passed, verdict.words))
     for verdict in said[1 : len(numbers)]:
         judge_breaks({"as it is": verdict})
     judge_breaks(dict(zip(["as it is", *where], [said[0], *said[len(numbers) :]], strict=True)))
@@ -245,7 +245,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
             job = jobs if hasattr(proof, "turns") else jobs[0]
             with patch.object(proof, "lesson", as_module(sources[name])):
                 verdict = proof.judge(job, args, nproc, "torchrun")
-            said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+            said[name] = verdict.passed, verdict.words
     return said
 
 
@@ -302,7 +302,7 @@ def verdict_of_one_process(rank, world_size, lesson, source, flags):
     with contextlib.redirect_stdout(io.StringIO()), proof.watched(args) as seen:
         proof.lesson.main(proof.lesson.parse_args(flags))
     verdict = proof.judge(seen, args, args.nproc, "none")
-    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+    return verdict.passed, verdict.words
 
 
 def verdict_of_examination(lesson, flags, source):
@@ -322,7 +322,7 @@ def be_examined(rank, world_size, lesson, folder, flags):
     args = proofs.read_flags(lesson.script, flags, 1, 1)
     with contextlib.redirect_stdout(io.StringIO()):
         verdict = proof.examine(args)
-    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+    return verdict.passed, verdict.words
 
 
 def forget():

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import lesson_15_four_frameworks as lesson
 import numpy as np
-from lockstep import ending
+from lockstep import ending, imports
 from lockstep.watch import claims
 
 LIMITS = {"--nproc": (1, 4), "--steps": (1, 10**4), "--batch-size": (1, 10**6)}
@@ -373,8 +373,7 @@ def of_all_ranks(ranks):
 def be_a_framework(framework, args, folder):
     """Be the process of a framework: leave what was seen, or the reason why there is nothing."""
     end_with_parent()
-    os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)  # what C++ code reports
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    imports.hush()
     (own := Path(folder, framework)).mkdir()
     os.environ |= {"TMPDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}  # else TensorFlow takes a GPU
     if framework == "tensorflow":

@@ -25,11 +25,12 @@ for folder in ("scripts", "lessons"):  # the notebooks import the lessons, and w
     if str(ROOT / folder) not in sys.path:
         sys.path.insert(0, str(ROOT / folder))
 
+from lockstep.network import free_ports  # noqa: E402
+
 from nbtools.blame import RankFailed  # noqa: E402
 from nbtools.cell import (  # noqa: E402
     OutOfBounds,
     explain_missing_frameworks,
-    free_ports,
     hint,
     judge,
     measured,

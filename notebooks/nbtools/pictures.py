@@ -3,6 +3,7 @@
 lanes     time to the right, one lane for each rank, thread or device: compute, send, wait
 strip     one column of boxes for each moment, one panel of arrows for each step, with bytes
 rounds    what ranks send in a function, for such a strip: threads play them
+bars      heights by name, in charts side by side
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
 shares    which part of something each rank holds
@@ -28,6 +29,7 @@ __all__ = [
     "Message",
     "Recorder",
     "Span",
+    "bars",
     "hatch",
     "lanes",
     "matrices",
@@ -286,6 +288,25 @@ def matrices(factors, title):
         axes.set_title(title, loc="left", fontweight="bold", pad=26)
         axes.axis("off")
         figure.tight_layout()
+    return figure
+
+
+def bars(charts, ylabel, label, **settings):
+    """Draw bar charts side by side, on one scale; return the figure.
+
+    charts    [(title, kind, {name: height})], a kind as in LOOK
+    label     a function: what is written above a bar of this height
+    settings  of all axes, such as xlabel
+    """
+    figure, row = plt.subplots(1, len(charts), figsize=(WIDTH, 3.1), sharey=True, squeeze=False)
+    for axes, (title, kind, heights) in zip(row[0], charts, strict=True):
+        drawn = axes.bar(list(heights), list(heights.values()), **hatch(kind))
+        axes.bar_label(drawn, list(map(label, heights.values())))
+        axes.set(**settings)
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    row[0][0].set_ylabel(ylabel)
+    figure.tight_layout()
     return figure
 
 
