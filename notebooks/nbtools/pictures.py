@@ -7,6 +7,8 @@ bars      heights by name, in charts side by side
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
 shares    which part of something each rank holds
+curves    numbers over numbers, in black
+stair     bars, each of which begins where the one above ends
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
@@ -30,12 +32,14 @@ __all__ = [
     "Recorder",
     "Span",
     "bars",
+    "curves",
     "hatch",
     "lanes",
     "matrices",
     "record",
     "rounds",
     "shares",
+    "stair",
     "strip",
     "verdicts",
     "waits",
@@ -400,3 +404,34 @@ def shares(axes, held, looks):
     ranks = range(len(held))
     axes.set(ylim=(len(held), 0), yticks=[rank + 0.45 for rank in ranks])
     axes.set(yticklabels=[f"rank {rank}" for rank in ranks])
+
+
+def curves(lines, title, height=3.4, **settings):
+    """Draw curves in black, with a legend if there are several; return their axes.
+
+    lines     {label: (x, y, look)}, a look as matplotlib has it, "--s" for dashes and squares
+    settings  what axes.set takes: xlabel, ylabel, xlim, ...
+    """
+    _, axes = plt.subplots(figsize=(WIDTH, height))
+    for label, (x, y, look) in lines.items():
+        axes.plot(x, y, f"k{look}", label=label)
+    axes.set(title=title, **settings)
+    if len(lines) > 1:
+        axes.legend()
+    return axes
+
+
+def stair(parts, kinds, others, title, xlabel):
+    """Draw parts of a whole, {name: width}, as a stair of bars, a kind for each; return the axes.
+
+    Below, others have bars that begin at zero, of the first kind.
+    """
+    _, axes = plt.subplots(figsize=(WIDTH, 3.4))
+    left = 0.0
+    for (name, width), kind in zip(parts.items(), kinds, strict=True):
+        axes.barh(f"+ {name}" if left else name, width, 0.7, left, **hatch(kind))
+        left += width
+    for name, width in others.items():
+        axes.barh(name, width, 0.7, **hatch(kinds[0]))
+    axes.set(xlabel=xlabel, title=title, ylim=(len(parts) + len(others) - 0.5, -0.5))
+    return axes

@@ -435,12 +435,17 @@ def standing(left):
     row = conflict(left) if waits else {}
     for rank, own in left.items():
         way, called = own.looks[-1] if own.looks else ((), "")
-        stands = f"stands at {shown(way)}, in {called or 'its own code'}" if way else "has no stack"
-        lines.append(f"rank {rank} {'has ended' if own.ended else stands}")
+        where = stands(way, called) if way else "has no stack"
+        lines.append(f"rank {rank} {'has ended' if own.ended else where}")
         call, whom = waits.get(rank, (None, ()))
         last = f"its last call: {told(own.calls[-1]) if own.calls else '-'}"
         lines.append(f"    {waiting(call, whom, call in row.values()) if call else last}")
     return lines
+
+
+def stands(way, called):
+    """Return in words where a rank stands."""
+    return f"stands at {shown(way)}, in {called or 'its own code'}"
 
 
 def listed(ranks):
