@@ -8,12 +8,14 @@ from unittest.mock import patch
 def play(dist, world_size, function, *args):
     """Return [function(rank, world_size, *args) for each rank]; a rank is a thread, on the CPU.
 
-    For them `dist`, which is torch.distributed, has two collectives, all_gather and an all_reduce
-    that adds up. Raises what a rank raises, and RuntimeError if they call different collectives.
+    For them `dist`, which is torch.distributed, has all_gather, all_gather_object, and an
+    all_reduce that adds up. Raises what a rank raises, and RuntimeError if they call different
+    collectives.
     """
     ranks = _Ranks(world_size)
     ours = {"get_world_size": lambda: world_size, "get_rank": lambda: ranks.here.rank}
     ours |= {"all_gather": ranks.all_gather, "all_reduce": ranks.all_reduce}
+    ours |= {"all_gather_object": ranks.all_gather_object}
     with patch.multiple(dist, **ours), ThreadPoolExecutor(world_size) as pool:
         started = [pool.submit(ranks.be, rank, function, *args) for rank in range(world_size)]
     errors = [rank.exception() for rank in started if rank.exception()]
@@ -55,6 +57,10 @@ class _Ranks:
         """Fill `tensors` with those of all ranks."""
         for mine, theirs in zip(tensors, self.exchange("all_gather", tensor.detach()), strict=True):
             mine.copy_(theirs)
+
+    def all_gather_object(self, objects, own, group=None):
+        """Fill `objects` with those of all ranks."""
+        objects[:] = self.exchange("all_gather_object", own)
 
     def all_reduce(self, tensor):
         """Make `tensor` the sum over all ranks; autograd does not see it, as that of a group."""
