@@ -28,6 +28,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
 from torch.nn.functional import mse_loss
 

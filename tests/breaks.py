@@ -26,6 +26,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import cloudpickle
+from conftest import QUICK_JAX
 from lockstep import lessons, proofs
 from lockstep.watch import read
 from nbtools import free_ports, run
@@ -110,6 +111,7 @@ def run_python(program, text):
     """Run a program of Python that reads a text; when it is over, or we are, all its ranks are."""
     with process_group(farewell="true") as group:
         options = {"input": text, "capture_output": True, "text": True, "process_group": group}
+        options["env"] = os.environ | QUICK_JAX
         ran = subprocess.run([sys.executable, "-c", program], timeout=1500, **options)
     assert ran.returncode == 0, ran.stderr
     return ran
@@ -175,12 +177,10 @@ def train_with(given, folder, framework):
 
 
 ONE_FRAMEWORK = """
-import json, os, pickle, tempfile
+import json, pickle, tempfile
 from pathlib import Path
 from lockstep import lessons, proofs
 
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster, and three times
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # as fast with this
 framework, smaller, number, sources, runs, flags, folder = json.load(sys.stdin)
 lesson, found = lessons.find(number), []
 proof = proofs.of_lesson(lesson)

@@ -179,6 +179,14 @@ def test_script_stands_alone(lesson):
         assert not ours.intersection(name.split(".")[0] for name in names)
 
 
+@each
+def test_gloo_is_not_held_at_the_end(lesson):
+    """Who joins a group has imported what would hold it; see CONTRIBUTING. test_late.py runs it."""
+    source = text_of(SCRIPTS[lesson])
+    imported = re.search(r"^ *import torch\.distributed\.nn\b", source, re.MULTILINE)
+    assert imported or "init_process_group(" not in source
+
+
 @functools.cache
 def definitions(source):
     """Return {name: source} of the top-level functions and classes."""

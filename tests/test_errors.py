@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,10 +30,11 @@ from lockstep import errors, job_log
 from nbtools import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -149,6 +151,27 @@ def with_unset(name, call):
     finally:
         if value is not None:
             os.environ[name] = value
+
+
+def start_python(script):
+    subprocess.run([sys.executable, script], check=True)
+
+
+def half_frozen(**options):
+    """Shard a model, one layer of which does not learn."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def checkpointed(**options):
+    """Train a layer in a checkpoint; its input is data."""
+    checkpoint(nn.Linear(2, 2), ROWS, **options).mean().backward()
+
+
+def unscaled(model):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(ROWS.to(model.weight.dtype)).mean()).backward()
+    scaler.unscale_(sgd(model))
 
 
 def listening(port=0, **options):
@@ -287,9 +310,42 @@ FAULTS = {
         lambda *_: dist.init_process_group("gloo"),
         lambda *_: dist.is_initialized() or dist.init_process_group("gloo"),
     ),
-    "environment variable RANK expected, but not set": (
+    "environment variable … expected, but not set": (
         lambda *_: with_unset("RANK", lambda: list(dist.rendezvous("env://"))),
         None,
+    ),
+    "KeyError: 'LOCAL_RANK'": (
+        lambda *_: with_unset("LOCAL_RANK", lambda: os.environ["LOCAL_RANK"]),
+        None,
+    ),
+    "can't open file": (lambda *_: start_python("nosuch.py"), lambda *_: start_python(os.devnull)),
+    "device_ids and output_device arguments only work with": (
+        lambda rank, _: DistributedDataParallel(nn.Linear(2, 2), device_ids=[rank]),
+        lambda *_: DistributedDataParallel(nn.Linear(2, 2)),
+    ),
+    "Must flatten tensors with uniform": (
+        lambda *_: half_frozen(),
+        lambda *_: half_frozen(use_orig_params=True),
+    ),
+    "element 0 of tensors does not require grad": (
+        lambda *_: checkpointed(use_reentrant=True),
+        lambda *_: checkpointed(use_reentrant=False),
+    ),
+    "ZeroDivisionError": (
+        lambda *_: 1 / len(DataLoader(range(2), batch_size=4, drop_last=True)),
+        lambda *_: 1 / len(DataLoader(range(2), batch_size=4)),
+    ),
+    "batch_size should be a positive integer value, but got batch_size=0": (
+        lambda _, world_size: DataLoader(range(4), batch_size=1 // world_size),
+        lambda _, world_size: DataLoader(range(4), batch_size=2 // world_size),
+    ),
+    "Attempting to unscale FP16 gradients": (
+        lambda *_: unscaled(nn.Linear(2, 2).half()),
+        lambda *_: unscaled(nn.Linear(2, 2)),
+    ),
+    "Target … is out of bounds": (
+        lambda *_: nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([3])),
+        lambda *_: nn.functional.cross_entropy(torch.ones(1, 4), torch.tensor([3])),
     ),
     "rank parameter missing": (lambda *_: next(dist.rendezvous("tcp://127.0.0.1:1")), None),
     "No rendezvous handler for": (lambda *_: next(dist.rendezvous("127.0.0.1:29500")), None),

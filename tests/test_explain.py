@@ -354,7 +354,104 @@ Traceback (most recent call last):
 RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] by key '0', \
 but store->get('0') got error: Socket Timeout
 """
+ON_WINDOWS = r"""
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "D:\a\Python38\lib\site-packages\torch\multiprocessing\spawn.py", line 7, in _wrap
+  File "D:\b\train.py", line 31, in main
+    pool = Pool(3)
+  File "C:\Users\b\anaconda3\lib\multiprocessing\pool.py", line 90, in __init__
+ValueError: no such pool
+"""
+CUT_PATHS = """\
+Traceback (most recent call last):
+  File "model.py", line 12, in forward
+    return encoder.hidden
+  File "torch/nn/modules/module.py", line 8, in __getattr__
+AttributeError: 'DistributedDataParallel' object has no attribute 'hidden'
+"""
+IN_BOXES = """\
+╭────── Traceback (most recent call last) ──────╮
+│ /home/a/train.py:31 in main                    │
+│                                                │
+│   30 │   rows = read()                          │
+│ ❱ 31 │   model(rows)                            │
+│                                                │
+│ /x/lib/python3.11/site-packages/torch/a.py:5   │
+│ in call                                        │
+╰────────────────────────────────────────────────╯
+ValueError: no rows
+"""
+IN_A_NOTEBOOK = """\
+ValueError                                Traceback (most recent call last)
+Cell In[3], line 1
+----> 1 trainer.train()
+
+File ~/course/trainer.py:88, in Trainer.train(self)
+     87 def train(self):
+---> 88     raise ValueError("no rows")
+
+File /x/lib/python3.11/site-packages/torch/a.py:5, in call(rows)
+      4     (...)
+ValueError: no rows
+"""
+OLD_NCCL = """\
+    work = group.broadcast([tensor], options)
+RuntimeError: NCCL error in: /src/ProcessGroupNCCL.cpp:911, invalid usage, NCCL version 2.7.8
+RuntimeError: RuntimeErrorNCCL error in: /src/ProcessGroupNCCL.cpp:911, invalid usage, NCCL version
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library (such as too many calls).
+"""
+A_NEW_GPU = """\
+/x/torch/cuda/__init__.py:100: UserWarning:
+NVIDIA B7 with CUDA capability sm_700 is not compatible with the current PyTorch installation.
+node1:31:31 [0] NCCL WARN Cuda failure 'named symbol not found'
+RuntimeError: NCCL Error 1: unhandled cuda error
+"""
+BROKEN_BY_A_BOX = """\
+╰─────────────────╯
+RuntimeError: loss: element 0 of tensors
+does not require grad and has no grad_fn
+epoch 3
+"""
+A_ROLL_CALL = """\
+[E ProcessGroupGloo.cpp:12] Rank 1 successfully reached monitoredBarrier, but received errors while
+[E ProcessGroupGloo.cpp:12] [Rank 0]: Rank 3 failed to pass monitoredBarrier in 5000 ms
+"""
+NO_SCRIPT = """\
+/x/bin/python: can't open file '/home/a/trian.py': [Errno 2] No such file or directory
+E1127 13:45:52.7 14 torch/distributed/api.py:826] failed (exitcode: 2) local_rank: 1 (pid: 3)
+"""
+BEFORE_TORCHRUN = """\
+Traceback (most recent call last):
+  File "/x/lib/python3.7/site-packages/torch/distributed/launch.py", line 25, in main
+subprocess.CalledProcessError: Command '['/x/bin/python3', '-u', 'train.py', '--local_rank=5', \
+'--lr', '0.5']' died with <Signals.SIGKILL: 9>.
+"""
+OF_ACCELERATE = "Command '['/x/bin/python', 'train.py']' died with <Signals.SIGSEGV: 11>.\n"
+OF_LIGHTNING = """\
+[rank: 3] Child process with PID 77 terminated with code -9. Forcefully terminating all other
+"""
+CUT_IN_THE_MIDDLE = "ERROR:torch.distributed.elastic.api:failed (exitcode: -9) local_ranka/bin\n"
 LOGS = {
+    "a message that a box broke": (
+        BROKEN_BY_A_BOX,
+        r"a process .*failed: Run(.|\n)*use_reentrant=False",
+    ),
+    "a roll call": (A_ROLL_CALL, r"rank 0 waited in vain(.|\n)*more batches or fewer"),
+    "no such script": (NO_SCRIPT, r"a process .*failed: (.|\n)*does not find the script"),
+    "of a launcher before torchrun": (BEFORE_TORCHRUN, r"local rank 5 failed: exitcode : -9"),
+    "accelerate's": (OF_ACCELERATE, r"a process .* failed: exitcode : -11"),
+    "Lightning's": (OF_LIGHTNING, r"rank 3 failed: exitcode : -9"),
+    "torchrun's, cut in the middle": (CUT_IN_THE_MIDDLE, r"a process .* failed: exitcode : -9"),
+    "of Windows": (ON_WINDOWS, r"process 1 failed: ValueError(.|\n)*\(train.py:31, in main;"),
+    "paths that begin with torch": (CUT_PATHS, r"a process .* failed(.|\n)*model.py:12, in forw"),
+    "in boxes": (IN_BOXES, r"a process .* failed: ValueError: no rows\n.*train.py:31, in main;"),
+    "of a notebook": (IN_A_NOTEBOOK, r"a process .* failed: ValueError(.|\n)*trainer.py:88, in T"),
+    "an old nccl without its reason": (OLD_NCCL, r"a process .*failed(.|\n)*than GPUs"),
+    "a GPU newer than PyTorch": (
+        A_NEW_GPU,
+        r"a process .* failed: .*cuda error(.|\n)*names for your GPU",
+    ),
     "the terminal was closed": (HUNG_UP, r"a process .* failed:(.|\n)*tmux"),
     "the rank is in the message": (
         RANK_IN_THE_MESSAGE,

@@ -27,6 +27,7 @@ TELLING = (
     *(b"mismatch", b"key(s)", b"unrecognized", b"not receive", b"rocess name", b"return code"),
     *(b"local_rank", b"Last error", b"Duplicate GPU", b"no socket interface", b"CANCELLED"),
     *(b"task ", b"watchdog", b"FAILED", b"above exc", b"free()", b"corrupt", b"Fatal"),
+    b"can't open file",
 )
 
 # --- Who says a line ---
@@ -97,7 +98,18 @@ class Said(NamedTuple):
 
 
 BEGIN = re.compile(r"(Original )?Traceback \(most recent call last\)")
-FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+FRAMES = [
+    re.compile(r' *File "(.*)", line (\d+), in (.*)'),
+    re.compile(r"(?:File )?([/~\w].*\.py):(\d+),? in ([\w.<>]+)"),  # of rich, and of a notebook
+]
+# A line between two of those: of rich in a box, of a notebook with arrows.
+IN_TRACEBACK = re.compile(r"[ \t]|$|(File )?[/~].*\.py|-+> |\(\.\.\.\)|Cell In|<ipython|❱|.*[│╮╯]$")
+# Not yours, beside what is LIBRARY on Linux: Python on Windows, and PyTorch wherever it lies.
+OTHER_LIBRARY = re.compile(
+    r"/(Python\d+|[^/]*conda\d?|envs/[^/]+)/lib/"
+    r"|(^|/)torch/(_|nn/|utils/|distributed/|multiprocessing/|autograd/|optim/|serialization\.py)",
+    re.IGNORECASE,
+)
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Empty)(?=:|$)")
 LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)+\w+|[A-Z]\w*)(?=:|$)")  # of a traceback: cv2.error
 GROUP = re.compile(r" *\| ")  # the margin of an ExceptionGroup
@@ -110,7 +122,8 @@ PASSED_ON = re.compile("(ChildFailed|ProcessRaised|ProcessExited|Checkpoint)E|Ex
 # So begins a line that tells of an error, and is not only a program's word about one.
 SERIOUS = re.compile(
     r"^\s*(what\(\)|terminate called|\[?[EF]\d{3,4} |\[E |srun|slurmstepd|free\(\)|double free"
-    r"|Fatal|ERROR: |.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )|\w(Error|Exception)[:(]"
+    r"|Fatal|ERROR: |\S*python\S*: can't|.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )"
+    r"|\w(Error|Exception)[:(]"
 )
 OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
@@ -120,6 +133,12 @@ BY_LAUNCHER = re.compile(r"(rank \d+) failed: (.*)")
 def is_of_torch(name):
     """Return whether an exception's type is one with which torch.distributed tells of others."""
     return bool(re.match(r"RuntimeError|torch\.|Dist|Rendezvous", name))
+
+
+def is_yours(file):
+    """Return whether a file, with slashes, is neither Python's nor a package's."""
+    libraries = (LIBRARY, OTHER_LIBRARY)
+    return "/bin/" not in file and not any(library.search(file) for library in libraries)
 
 
 def role_of(name, text, entry, traced):
@@ -158,11 +177,13 @@ class Log:
         )  # whose next traceback belongs to the last; is idle
         self.around = None  # the entry of an error that has only passed on the one which comes
         self.spawned = ""  # whose traceback mp.spawn passes on
+        self.unknown = -1  # the line of an error that the page does not know, or not by this line
 
     def read(self, stream, name="the log"):
         """Read a stream of bytes to its end; `name` is what a reader calls it."""
         self.name, self.lines, rest = name, 0, b""
         self.open.clear()
+        self.unknown = -1
         self.is_short = False
         while piece := stream.read(PIECE):
             self.is_short = not self.lines and len(piece) < SHORT
@@ -180,7 +201,7 @@ class Log:
     def look(self, lines):
         """Take in these lines of bytes; those without a telling word cost little."""
         for number, line in enumerate(lines, self.lines + 1):
-            if self.is_telling(line):
+            if self.is_telling(line) or number == self.unknown + 1:
                 line = (
                     line if len(line) <= LONGEST else line[: LONGEST // 2] + line[-LONGEST // 2 :]
                 )
@@ -222,7 +243,7 @@ class Log:
             self.ignored.add(who)
         elif begins := BEGIN.search(text):
             self.begin(who, original=bool(begins[1]))
-        elif FRAME.match(text) or (who in self.open and text[:1] in ("", " ", "\t")):
+        elif FRAMES[0].match(text) or (who in self.open and IN_TRACEBACK.match(text)):
             self.hear_frame(who, text)
         elif named := (LAST_LINE if who in self.open else EXCEPTION).match(text):
             self.hear_exception(number, who, named[0], text)
@@ -247,11 +268,10 @@ class Log:
 
     def hear_frame(self, who, text):
         """Take in a line of a traceback."""
-        frame = FRAME.match(text)
-        place = self.open.setdefault(who, "")
-        if frame and not LIBRARY.search(frame[1]) and "/bin/" not in frame[1]:  # torchrun is there
-            place = f"{frame[1].rpartition('/')[2]}:{frame[2]}, in {frame[3]}"
-        self.open[who] = place
+        frame = next(filter(None, (pattern.match(text) for pattern in FRAMES)), None)
+        self.open.setdefault(who, "")
+        if frame and is_yours(file := frame[1].replace("\\", "/")):
+            self.open[who] = f"{file.rpartition('/')[2]}:{frame[2]}, in {frame[3]}"
 
     def hear_exception(self, number, who, name, text):
         """Take in the line with the type and the message."""
@@ -267,6 +287,7 @@ class Log:
         role = role_of(name, text, entry, place is not None)
         chain = self.chains[who] if place is not None else 0
         doubt = 0 if chain or entry else 1
+        self.unknown = -1 if entry else number
         self.keep(Said(who, text, role, entry, place or "", self.name, number, doubt, chain))
 
     def hear_other(self, number, who, text):
@@ -280,6 +301,8 @@ class Log:
         if text == "Last error:" and last and last.who == who:
             self.said[-1] = last._replace(text=f"{last.text} {text}")
             return
+        if not entry and last and last.who == who and number == self.unknown + 1:
+            entry = self.find(f"{last.text} {text.strip()}")  # a box, or a terminal, broke the line
         if not entry or text.lstrip().startswith("raise "):
             return
         if last and last.who == who and goes_on(last, number, text, entry):

@@ -23,7 +23,20 @@ FIELD = re.compile(r"\s+(time|rank|exitcode) +: (\d{4}-\S+_\S+|-?\d+) *(?=\(|$)"
 RECEIVED = re.compile(r"\s+traceback : Signal \d+ ")  # says no more than the exit code
 # Each says (who, with which exit code); what follows a number of srun's is in WORDS.
 LEFT = [
-    (re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<number>\d+)"), "local rank"),
+    (
+        re.compile(r"failed \(exitcode: (?P<code>-?\d+)\)(?: local_rank: (?P<number>\d+))?"),
+        "local rank",
+    ),
+    (
+        re.compile(  # torch.distributed.launch before 1.9, and accelerate
+            r"Command '\[(?:.*--local[_-]rank=(?P<number>\d+))?.*died with <Signals\.(?P<code>\w+)"
+        ),
+        "local rank",
+    ),
+    (  # Lightning
+        re.compile(r"\[rank: (?P<number>\d+)\] Child .* terminated with code (?P<code>-?\d+)"),
+        "rank",
+    ),
     (
         re.compile(r"[Pp]rocess (?P<number>\d+) terminated with (exit code|signal) (?P<code>\w+)"),
         "process",
@@ -99,7 +112,8 @@ class Launchers:
             if found := pattern.search(text):
                 code = code_of(found["code"], "exited on signal" in text)
                 if code is not None:
-                    self.left.setdefault(f"{name} {found['number']}", code)
+                    number = found["number"]
+                    self.left.setdefault(f"{name} {number}" if number else "", code)
                 return True
         return False
 
