@@ -49,6 +49,10 @@ class Ranks:
         for mine, theirs in zip(tensors, self.exchange("all_gather", tensor.detach()), strict=True):
             mine.copy_(theirs)
 
+    def all_gather_object(self, objects, own, group=None):
+        """Fill `objects` with those of all ranks."""
+        objects[:] = self.exchange("all_gather_object", own)
+
     def all_reduce(self, tensor):
         """Make `tensor` the sum over all ranks; autograd does not see it, as that of a group."""
         tensor.detach().copy_(sum(self.exchange("all_reduce", tensor.detach().clone())))
@@ -57,11 +61,13 @@ class Ranks:
 def play(dist, world_size, function, *args):
     """Return [function(rank, world_size, *args) for each rank]; a rank is a thread, on the CPU.
 
-    For them `dist`, which is torch.distributed, has two collectives, all_gather and an all_reduce
-    that adds up. Raises what a rank raises, and RuntimeError if they call different collectives.
+    For them `dist`, which is torch.distributed, has all_gather, all_gather_object, and an
+    all_reduce that adds up. Raises what a rank raises, and RuntimeError if they call different
+    collectives.
     """
     ranks = Ranks(world_size)
     ours = {"get_world_size": lambda: world_size, "get_rank": lambda: ranks.here.rank}
     ours |= {"all_gather": ranks.all_gather, "all_reduce": ranks.all_reduce}
+    ours |= {"all_gather_object": ranks.all_gather_object}
     with patch.multiple(dist, **ours):
         return ranks.play(lambda rank: function(rank, world_size, *args))
