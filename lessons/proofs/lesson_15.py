@@ -210,14 +210,19 @@ def watch_replica(make, seen, args, rank, model, rate):
     alone, home = (pytorch_alone, "torch.optim") if in_torch else (paddle_alone, "paddle.optimizer")
     alone(model, rate)(*lesson.make_problem(args)[1][0])
     seen.update(alone=read(), updates=[0])
-    for name, w in parameters.items():
-        new = first[name] * (1 + rank)
-        w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
+    multiply(parameters.values(), 1 + rank)
     model.forward = counted
     sgd = importlib.import_module(home).SGD
     update, sgd.step = sgd.step, counted_update
     step = make(model, rate)
     return watched
+
+
+def multiply(parameters, factor):
+    """Multiply the parameters of a model of Paddle or PyTorch."""
+    for w in parameters:
+        new = w.detach().numpy() * factor
+        w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
 
 
 def step_on_wire(step, batch):
