@@ -26,10 +26,14 @@ from nbtools import free_ports, run
 from nbtools.launch import file_of_run
 
 ROOT = Path(__file__).resolve().parent
-ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
-# In warm ranks, threads that wait for each other sleep: at full speed, as OpenMP likes it, a step
-# of two threads takes six times as long on a busy machine. Launchers run as they do for a reader.
+# Threads that wait for each other sleep: at full speed, as OpenMP likes it, a step of two threads
+# takes six times as long on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+ENVIRONMENT = {**os.environ, "LOCKSTEP_PYTHON": sys.executable}
+# XLA compiles three times as fast with the first, and with both as fast as with the first alone on
+# one device; what it computes is the same.
+QUICK_JAX = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+QUICK_JAX["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 GPUS_ARE_HERE = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
 
 gc.disable()  # until all tests are imported: nothing that they import is garbage
@@ -97,11 +101,6 @@ def finish(process):
     finally:
         process.terminate()  # its ranks end with it
     return Finished(process.args, process.returncode, stdout, stderr)
-
-
-def free_port():
-    """Return a port of 127.0.0.1 at which nobody listens, for now."""
-    return free_ports(1)[0]
 
 
 def watch_ports(launcher, found):

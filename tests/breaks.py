@@ -26,6 +26,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import cloudpickle
+from conftest import QUICK_JAX
 from lockstep import lessons, proofs
 from lockstep.watch import read
 from nbtools import free_ports, run
@@ -110,6 +111,7 @@ def run_python(program, text):
     """Run a program of Python that reads a text; when it is over, or we are, all its ranks are."""
     with process_group(farewell="true") as group:
         options = {"input": text, "capture_output": True, "text": True, "process_group": group}
+        options["env"] = os.environ | QUICK_JAX
         ran = subprocess.run([sys.executable, "-c", program], timeout=1500, **options)
     assert ran.returncode == 0, ran.stderr
     return ran
@@ -157,7 +159,7 @@ def judge_by_framework(lesson, sources, where, numbers, flags):
         args = proofs.read_flags(lesson.script, [*flags, "--nproc", str(nproc)], 1, 1)
         with patch.multiple(proof.lesson, **SMALLER):
             verdict = proof.judge(intact | new, args)
-        said.append((not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])))
+        said.append((verdict.passed, verdict.words))
     for verdict in said[1 : len(numbers)]:
         judge_breaks({"as it is": verdict})
     judge_breaks(dict(zip(["as it is", *where], [said[0], *said[len(numbers) :]], strict=True)))
@@ -175,12 +177,10 @@ def train_with(given, folder, framework):
 
 
 ONE_FRAMEWORK = """
-import json, os, pickle, tempfile
+import json, pickle, tempfile
 from pathlib import Path
 from lockstep import lessons, proofs
 
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # XLA then compiles faster, and three times
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # as fast with this
 framework, smaller, number, sources, runs, flags, folder = json.load(sys.stdin)
 lesson, found = lessons.find(number), []
 proof = proofs.of_lesson(lesson)
@@ -245,7 +245,7 @@ def verdicts_of_proof(lesson, sources, nproc, flags, machines):
             job = jobs if hasattr(proof, "turns") else jobs[0]
             with patch.object(proof, "lesson", as_module(sources[name])):
                 verdict = proof.judge(job, args, nproc, "torchrun")
-            said[name] = not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+            said[name] = verdict.passed, verdict.words
     return said
 
 
@@ -302,7 +302,7 @@ def verdict_of_one_process(rank, world_size, lesson, source, flags):
     with contextlib.redirect_stdout(io.StringIO()), proof.watched(args) as seen:
         proof.lesson.main(proof.lesson.parse_args(flags))
     verdict = proof.judge(seen, args, args.nproc, "none")
-    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+    return verdict.passed, verdict.words
 
 
 def verdict_of_examination(lesson, flags, source):
@@ -322,7 +322,7 @@ def be_examined(rank, world_size, lesson, folder, flags):
     args = proofs.read_flags(lesson.script, flags, 1, 1)
     with contextlib.redirect_stdout(io.StringIO()):
         verdict = proof.examine(args)
-    return not verdict.wrong, "; ".join([verdict.claim, *verdict.wrong])
+    return verdict.passed, verdict.words
 
 
 def forget():

@@ -17,7 +17,7 @@ import jsonschema
 import psutil
 import pytest
 import yaml
-from conftest import ENVIRONMENT, ROOT, finish, free_port, start_program
+from conftest import ENVIRONMENT, ROOT, finish, start_program
 from lockstep import network, ranks, ssh
 from lockstep.two_machines.namespaces import TwoMachines
 from torch.distributed import HashStore
@@ -134,7 +134,7 @@ def test_the_pods_of_the_manifest_run_the_doctor(start, machines):
     given |= {"LOCKSTEP_PYTHON": sys.executable, "NODES": machines.hosts}
     given["LESSON"] += " --nproc=1 --json --timeout=90"
     line = container["args"][0].replace("/lockstep/scripts", f"'{ROOT}/scripts'")
-    line = line.replace("29500", str(free_port()))
+    line = line.replace("29500", str(*network.free_ports(1)))
     pod = [*container["command"], line]
     pods = [
         start(*shlex.split(machines.enter[n]), *pod, **given, JOB_COMPLETION_INDEX=str(n))
@@ -211,7 +211,8 @@ def test_the_ssh_loop_refuses_before_it_calls_ssh(start, tmp_path):
     ],
 )
 def test_what_can_not_run_costs_one_line(code, what, flag, words):
-    given = [f"--nodes={LOOPBACK}", "--node-rank=0", f"--port={free_port()}", "--wait=2"]
+    port = network.free_ports(1)[0]
+    given = [f"--nodes={LOOPBACK}", "--node-rank=0", f"--port={port}", "--wait=2"]
     command = [sys.executable, ROOT / "scripts" / "lockstep", "machine", what]
     run = finish(start_program(*command, *given, *flag.split()))
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (code, "", 1)

@@ -839,9 +839,12 @@ def test_the_check_of_the_flags_leaves_nothing_in_the_launcher(capsys, number):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_goodbye_is_one_write_so_that_those_of_two_machines_do_not_mix(monkeypatch):
+def test_a_line_on_stderr_is_one_write_so_that_those_of_two_machines_do_not_mix(monkeypatch):
     """print() writes a line, then its end: of two processes, one line in ten was torn."""
     written = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
     ending.say_goodbye(signal.SIGTERM)
     assert written == ["terminated: all that was started has ended\n"]
+    for path in (ROOT / "scripts" / "lockstep").rglob("*.py"):
+        for line in path.read_text().splitlines():  # who has other ends makes one write
+            assert "file=sys.stderr" not in line or 'end=""' in line, f"{path.name}: {line}"

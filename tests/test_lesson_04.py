@@ -91,7 +91,7 @@ with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socke
 @pytest.mark.parametrize("method", RUNS)
 def test_ranks_meet_by_each_method(method):
     nproc, total = RUNS[method]
-    place = f"{method}:{network.free_port()}" if method.endswith("]") else method
+    place = f"{method}:{network.free_ports(1)[0]}" if method.endswith("]") else method
     flags = ["--init", place, "--nproc", nproc, "--seed", 5, "--steps", 2, "--json"]
     if method == "file":  # in new processes: what a rank has imported decides whether it closes it
         facts = run_lesson(4, *flags).json
@@ -104,7 +104,7 @@ def test_ranks_meet_by_each_method(method):
 
 
 def test_one_rank_by_hand_is_judged_by_what_is_seen_of_it():
-    place = f"tcp://127.0.0.1:{network.free_port()}"
+    place = f"tcp://127.0.0.1:{network.free_ports(1)[0]}"
     ((code, stdout, _),) = run(be_launcher, 1, ["--init", place, "--rank", 0, "--nproc", 1])
     assert code == 0 and stdout[-1].startswith("PASS rank 0 met by tcp, and name"), stdout
 
@@ -141,7 +141,7 @@ def be_typed(rank, world_size, lines):
 def test_printed_lines_start_the_ranks_by_hand(method):
     """The rank is the number of the process."""
     args = lesson.parse_args([f"--init={method}"])
-    place = f"127.0.0.1:{network.free_port()}"
+    place = f"127.0.0.1:{network.free_ports(1)[0]}"
     lines = [by_hand.what_is_typed(args, method, place, rank) for rank in (0, 1)]
     said = [f"rank {rank} has met all 2; the sum is 3" for rank in (0, 1)]
     assert run(be_typed, 2, lines) == said

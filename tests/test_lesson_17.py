@@ -124,7 +124,7 @@ def test_default_run(default_run):
 
 def test_buckets_that_hold_all_can_not_overlap():
     args, model = lesson.parse_args(["--bucket-mb=100", "--steps=2"]), lesson.Model().double()
-    ((wrong, _, numbers),) = play(lesson, 1, lambda rank: proof.beside_ddp(args, model))
+    ((wrong, _, _, numbers),) = play(lesson, 1, lambda rank: proof.beside_ddp(args, model))
     assert (wrong, numbers["all_reduces"], numbers["overlapped"]) == ([], 1, 0)
 
 

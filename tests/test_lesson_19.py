@@ -125,9 +125,9 @@ def test_flags_that_do_not_fit(capsys):
 def end_in_the_middle(process, signal_number, folder):
     """Send a signal while ranks run; return who of all processes still lives, and what is left."""
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and len(list(folder.rglob("here_*"))) < 12:
+    while time.monotonic() < deadline and len(list(folder.rglob("said_*"))) < 12:
         time.sleep(0.02)
-    assert len(list(folder.rglob("here_*"))) == 12, "the ranks of two jobs, in two ways"
+    assert len(list(folder.rglob("said_*"))) == 12, "the ranks of two jobs, in two ways"
     while time.monotonic() < deadline and not list(folder.rglob("pymp-*")):
         time.sleep(0.02)  # the loader of a rank makes a folder, too
     started = psutil.Process(process.pid).children(recursive=True)

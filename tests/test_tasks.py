@@ -6,13 +6,14 @@ wrong answers. examine_lesson.py tries it, for several lessons in one process.
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
 from multiprocessing.connection import wait
 
 import pytest
-from conftest import ROOT
+from conftest import QUICK_JAX, ROOT
 from lockstep import lessons
 from test_contract import docstring, each, literal
 
@@ -41,8 +42,8 @@ class Examination:
         """Start a process that examines the lessons that have no result yet."""
         command = [sys.executable, ROOT / "tests" / "examine_lesson.py", *self.waiting]
         pipe = {"stdout": subprocess.PIPE, "bufsize": 0}  # what wait() sees is all that there is
-        place = ROOT / "notebooks"  # there a task is solved
-        self.process = subprocess.Popen(command, cwd=place, start_new_session=True, **pipe)
+        place = {"cwd": ROOT / "notebooks", "env": os.environ | QUICK_JAX}  # there a task is solved
+        self.process = subprocess.Popen(command, start_new_session=True, **place, **pipe)
 
     def read_next(self):
         """Read the result of the next lesson; if none comes, end the process and say so."""

@@ -1,6 +1,7 @@
 """The instrument names each fault of a table, and calls nothing wrong in scripts that are right.
 
-The ranks are forks of one process that has torch (warm_check.py): a fault takes half a second.
+The ranks are forks of one process that has torch (nbtools/warm_check.py): a fault takes half a
+second.
 """
 
 import json
@@ -19,7 +20,7 @@ WATCHED = Path(__file__).with_name("watched")
 @pytest.fixture(scope="module")
 def check():
     """Return a function: check(path, *flags) is what the check says of a script, as a dict."""
-    command = [sys.executable, ROOT / "tests" / "warm_check.py"]
+    command = [sys.executable, ROOT / "notebooks" / "nbtools" / "warm_check.py"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
 

@@ -128,7 +128,7 @@ def wrong_in_door(host, tries=2):
 
     It tries again: when a process opens stores again and again, one in fifty gets no answer.
     """
-    port, before = network.free_port(), sockets.of_this_process()["listens"]
+    port, before = network.free_ports(1)[0], sockets.of_this_process()["listens"]
     place = f"{host}:{port}"
     try:
         stores = [lesson.open_store(place, 0, 2, LIMIT)]

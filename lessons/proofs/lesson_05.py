@@ -134,16 +134,14 @@ def lines_to_tell(numbers):
 
 
 def wrong_in_rows(shares, args):
-    """Each batch has its rows once, and in the end all rows have come."""
-    batches = [[*chain(*parts)] for parts in shares]
-    sizes, often = {len(batch) for batch in batches}, math.ceil(args.batch_size / 100)
-    come = {*chain(*batches)}
-    if None in come:
-        return "the ranks have other rows"
-    if sizes != {args.batch_size} or len(come) != min(args.steps * args.batch_size, 100):
-        return f"batches have {sizes} rows, and {len(come)} rows come in all"
-    once = all(max(Counter(batch).values()) == often for batch in batches)
-    return None if once else "the rows of a batch do not come once each"
+    """Each batch is full, and no row comes again before all have come."""
+    come = Counter()
+    for step, parts in enumerate(shares, 1):
+        come.update(chain(*parts))
+        count = step * args.batch_size
+        if None in come or come.total() != count or max(come.values()) > math.ceil(count / 100):
+            return f"step {step}: the ranks have other rows, or one comes again before all have"
+    return None
 
 
 def wrong_in_training(args, of_all, off):

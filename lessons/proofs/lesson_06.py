@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import lesson_06_checkpoint_map_location as lesson
 import torch
-from lockstep.watch import claims
+from lockstep.watch import claims, threads
 from lockstep.watch.kills import fate
 from torch.nn.functional import mse_loss
 
@@ -231,16 +231,13 @@ def wrong_in_bits(jobs, args):
 
 
 def wrong_in_training(whole, ends, args):
-    """Both jobs have learned, and the learning rate has fallen."""
+    """Both jobs have learned."""
     (rows, targets), model = (made := lesson.make_job(args.seed))[0].tensors, made[1].eval()
     losses = []
     for values in (whole[0].values(whole[0].updates[0])["before"], *ends):
         claims.fill(model, values)
         losses.append(mse_loss(model(rows), targets).item())
-    if not max(losses[1:]) < losses[0]:
-        return f"the loss has not fallen: {losses}"
-    rates = [update["settings"][0]["lr"] for update in whole[0].updates]
-    return None if args.steps < 4 or rates[-1] < rates[0] else "the learning rate has not fallen"
+    return None if max(losses[1:]) < losses[0] else f"the loss has not fallen: {losses}"
 
 
 # --- What one process plays ---
@@ -275,27 +272,19 @@ def killed_saves():
 
 def load_as_ranks(*folders):
     """Let ranks load, each from its {name: bytes}; return the step that each has, or its word."""
-    told, ends = [["?"]] * len(folders), []
 
-    def gather(everyone, own, group):
-        told[rank] = own
-        everyone[:] = told
-
-    for rank, files in [*enumerate(folders)] * 2:  # first, to learn what each of them tells
-        ranks = {"get_rank": lambda rank=rank: rank, "get_world_size": lambda: len(folders)}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            patch.multiple(lesson.dist, all_gather_object=gather, **ranks),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            for name, data in files.items():
+    def load(rank, world_size):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in folders[rank].items():
                 Path(folder, name).write_bytes(data)
             try:
                 state = lesson.load_together(folder, None) or state_of(0)
-                ends.append(state["step"] if state["weights"].is_cpu else "not on the CPU")
             except SystemExit as stop:
-                ends.append(str(stop).partition(":")[0])
-    return ends[len(folders) :]
+                return str(stop).partition(":")[0]
+        return state["step"] if state["weights"].is_cpu else "not on the CPU"
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return threads.play(lesson.dist, len(folders), load)
 
 
 def file_of(step, **more):

@@ -50,17 +50,19 @@ def judge(job, args, started, launcher):
     if wrong := list(filter(None, wrong)):
         return claims.Verdict(claim, wrong[:3], numbers, [])
     off, losses = in_one_process(job, args)
-    played, (library, failed) = Played(started, args), library_gradients(started, args)
-    numbers |= {"stages": lengths_of(job), "alive": played.kept}
+    kept, failed = play_again(job, args)
+    library, unlike = library_gradients(started, args)
+    numbers |= losses | {"stages": lengths_of(job), "alive": kept}
     sent = [bytes_sent(rank, number == started - 1) for number, rank in job.items()]
     numbers["bytes_sent"] = [nbytes // args.steps for nbytes in sent]
     numbers["bubble"] = bubble([lesson.SCHEDULES[args.schedule](r, started, m) for r in job])
     numbers["bubble_formula"] = (started - 1) / (m + started - 1)
-    off_by = [by for what, by in off.items() if "gradients" in what]
-    numbers |= losses | {"max_grad_diff": claims.worst(off_by)}
+    numbers["max_grad_diff"] = claims.worst([by for what, by in off.items() if "grad" in what])
     numbers["library_diff"] = claims.off(whole_vector(job, 0, "gradients"), library)
     numbers["device"] = next(iter(job[0].optimizers.values()))["device"]
-    wrong = wrong_in_numbers(numbers, off) + failed + played.wrong(job, args)
+    off["gradients, beside the library's,"] = numbers["library_diff"]
+    wrong = claims.broken({f"{what} are off by {by:.2g}": by < 1e-12 for what, by in off.items()})
+    wrong += [*unlike, *failed]
     wrong += filter(None, [claims.wrong_in_words(job, to_be_told(numbers), started - 1)])
     claim += f" {numbers['max_grad_diff']:.2g}"
     return claims.Verdict(claim, wrong[:3], numbers, lines_of(numbers))
@@ -203,17 +205,8 @@ def in_one_process(job, args):
     return off, losses | {"loss_last": mse_loss(model(all_rows), all_targets).item()}
 
 
-def wrong_in_numbers(numbers, off):
-    """Gradients and weights are those of one process, and idleness is what is known."""
-    rules = {f"{what} are off by {by:.2g}": by < 1e-12 for what, by in off.items()}
-    by = numbers["library_diff"]
-    rules[f"gradients differ from the library's by {by:.2g}"] = by < 1e-12
-    by = abs(numbers["bubble"] - numbers["bubble_formula"])
-    return claims.broken(rules | {"the idle share is not that of the formula": by < 1e-12})
-
-
 def weights_of(model):
-    """Return the parameters of a model or a stage, as one vector."""
+    """Return the parameters of a model, as one vector."""
     return claims.numbers_of(model, lambda own: own)
 
 
@@ -236,52 +229,39 @@ def wrong_in_pieces():
 # --- Two steps, played by threads ---
 
 
-class Played:
-    """Threads that play two steps of the ranks: each rank's `actions`, and how many it `kept`."""
+def note_memory(memory, counts, stage, inputs, outputs):
+    """Note after a forward what is kept for its backward, and of how many micro-batches it is."""
+    own = [*inputs, outputs] if inputs[0].requires_grad else [outputs]  # rows are there anyway
+    memory.append([weakref.ref(tensor.untyped_storage()) for tensor in own])
+    counts.append(sum(any(one() is not None for one in refs) for refs in memory))
 
-    def __init__(self, world_size, args):
-        model, _, self.batches = batches_of(args)
-        self.batches, self.m = self.batches[: min(2, args.steps)], args.micro_batches
-        self.stages, self.schedule = lesson.split(model, world_size), args.schedule
-        self.actions, self.memory, self.counts = (defaultdict(list) for _ in range(3))  # by rank
-        self.ranks = play(world_size, self.act)
-        self.kept = [max(self.counts[rank], default=0) for rank in range(world_size)]
 
-    def act(self, rank, world_size):
-        """Be one rank; who needs no rows, or no targets, gets none."""
-        self.stages[rank].register_forward_hook(functools.partial(self.after_forward, rank))
-        blank = torch.full_like(self.batches[0][0], torch.nan)
+def play_again(job, args):
+    """Let threads make the first two steps; return how many micro-batches each keeps, and faults.
+
+    Who needs no rows, or no targets, gets none.
+    """
+    model, _, batches = batches_of(args)
+    batches, stages = batches[: args.steps][:2], lesson.split(model, len(job))
+    plan, m, counts, rules = lesson.SCHEDULES[args.schedule], args.micro_batches, {}, {}
+
+    def act(rank, world_size):
+        note = functools.partial(note_memory, [], counts.setdefault(rank, []))
+        stages[rank].register_forward_hook(note)
+        blank = torch.full_like(batches[0][0], torch.nan)
         first, last = rank == 0, rank == world_size - 1
-        shown = [(x if first else blank, y if last else blank) for x, y in self.batches]
-        plan = lesson.SCHEDULES[self.schedule]
-        lesson.train(rank, world_size, self.stages[rank], shown, plan, self.m)
+        shown = [(x if first else blank, y if last else blank) for x, y in batches]
+        lesson.train(rank, world_size, stages[rank], shown, plan, m)
 
-    def after_forward(self, rank, stage, args, outputs):
-        """Note what a rank does with which micro-batch, and how many it keeps."""
-        actions, memory = self.actions[rank], self.memory[rank]
-        n = sum(kind == "forward" for kind, _ in actions) % self.m
-        actions.append(("forward", n))
-        outputs.register_hook(lambda _: actions.append(("backward", n)))
-        own = [*args, outputs] if args[0].requires_grad else [outputs]  # rows are there anyway
-        memory.append([weakref.ref(tensor.untyped_storage()) for tensor in own])
-        self.counts[rank].append(sum(any(one() is not None for one in refs) for refs in memory))
-
-    def wrong(self, job, args):
-        """Return what is wrong with the order, with what is kept, or with what came of it."""
-        found = []
-        for number, rank in enumerate(self.ranks):
-            rule = by_the_rule(args.schedule, number, len(job), self.m)
-            if rank.error or rank.wrong:
-                found.append(f"rank {number}, played: {rank.error or rank.wrong[0]}")
-            if self.actions[number] != rule * len(self.batches):
-                did = short(self.actions[number])
-                found.append(f"rank {number}, played, does {did}: {args.schedule}")
-            elif self.kept[number] != alive_at_most(rule):
-                found.append(f"rank {number} keeps {self.kept[number]} micro-batches at a time")
-        after = np.concatenate([*map(weights_of, self.stages)])
-        if not claims.off(after, whole_vector(job, len(self.batches) - 1, "after")) < 1e-12:
-            found.append("the play does not what the ranks did")
-        return found
+    ranks = play(len(job), act)
+    kept = [max(counts[rank], default=0) for rank in job]
+    for number, rank in enumerate(ranks):
+        most = alive_at_most(by_the_rule(args.schedule, number, len(job), m))
+        rules[f"rank {number}, played: {rank.error or rank.wrong}"] = not (rank.error or rank.wrong)
+        rules[f"rank {number} keeps {kept[number]} micro-batches at a time"] = kept[number] == most
+    off = claims.off(weights_of(model), whole_vector(job, len(batches) - 1, "after"))
+    rules[f"the play is off what the ranks did by {off:.2g}"] = off < 1e-12
+    return kept, claims.broken(rules)
 
 
 def library_gradients(world_size, args):
@@ -303,8 +283,7 @@ def library_gradients(world_size, args):
     group = patch.object(dist.distributed_c10d, "_get_default_group")
     with patch.multiple(dist, **places), group:
         errors = [rank.error for rank in play(world_size, act) if rank.error]
-    found = torch.cat([gradient(stage) for stage in stages]).numpy()
-    return found, [f"these stages by the library: {error}" for error in errors]
+    return gradient(model).numpy(), [f"these stages by the library: {error}" for error in errors]
 
 
 def library_step(rank, world_size, stage, rows, targets, args):

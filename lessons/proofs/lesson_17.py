@@ -39,23 +39,25 @@ def judge(job, args, started, launcher):
     model = lesson.Model().double()  # rank 0's, and by the wrapper everybody's
     if wrong := claims.wrong_in_optimizer(job, nn.ModuleDict({"module": model})):
         return claims.Verdict(CLAIM, [wrong], {}, [])
-    wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
     numbers = {"world_size": started, "backend": job[0].group["backend"]}
     numbers |= {"device": job[0].optimizers[0]["device"]}
+    wrong = [claims.wrong_in_group(job, started), claims.wrong_in_count(job, args.steps)]
+    wrong += [claims.wrong_in_replicas(job)]
     try:
         played = play(lesson, started, lambda rank: beside_ddp(args, model))
-        faults, offs, (seen, *_) = map(list, zip(*played, strict=True))
-        numbers |= {name: seen[name] for name in ("buckets", "all_reduces", "overlapped")}
-        wrong += [claims.wrong_in_replicas(job), wrong_at_end(job, seen["trained"])]
-        wrong += chain(*faults)
-        wrong += [wrong_in_sent(job, model, seen["buckets"]), wrong_in_words(job, args, numbers)]
-        if not (wrong := list(filter(None, wrong))):
+        faults, offs, (trained, *_), (seen, *_) = zip(*played, strict=True)
+        numbers |= seen
+        off = claims.off(claims.as_vector(job[0].values_at_end()), trained)
+        wrong += claims.broken({f"the parameters end {off:.2g} off DDP's": off <= 1e-9})
+        wrong += [*chain(*faults), wrong_in_sent(job, model, seen["buckets"])]
+        wrong = list(filter(None, [*wrong, wrong_in_words(job, args, numbers)]))
+        if not wrong:
             wrong = [*chain(*play(lesson, started, lambda rank: wrong_elsewhere(rank, args)))]
     except Exception as error:
         return claims.Verdict(CLAIM, [f"played by threads: {error}"], numbers, [])
-    off = {name: claims.worst([of_rank[name] for of_rank in offs]) for name in reversed(offs[0])}
+    off = {name: claims.worst([of_rank[name] for of_rank in offs]) for name in offs[0]}
     numbers |= {"bytes_sent": sum(numbers["buckets"]), "max_grad_diff_to_ddp": off}
-    begun = f"{numbers['overlapped']} of {numbers['all_reduces']}"
+    begun = "{overlapped} of {all_reduces}".format(**numbers)
     told = ", ".join(f"{value:.3g} {name}" for name, value in off.items())
     lines = [f"all-reduces begun before the last gradient was there: {begun}"]
     lines.append(f"gradients, largest difference to DDP's: {told}")
@@ -65,25 +67,17 @@ def judge(job, args, started, launcher):
 # --- What the ranks did ---
 
 
-def wrong_at_end(job, trained):
-    """The ranks have in the end the parameters that DDP trains with the same rows."""
-    off = claims.off(claims.as_vector(job[0].values_at_end()), trained)
-    return None if off <= 1e-9 else f"the ranks end with parameters that are {off:.2g} off DDP's"
-
-
 def wrong_in_sent(job, model, sizes):
     """The state is sent once, buffers once a step, and gradients in the second micro-batch."""
     calls = [f"all_reduce [[{size // 8}], 'float64']" for size in sizes]
-    buffers = calls_for([*model.buffers()])
+    buffers = calls_for(model.buffers())
+    state = calls_for(chain(model.parameters(), model.buffers()))
     for rank, seen in job.items():
         for number, actions in enumerate(claims.done_for_updates(seen)):
-            first = ["forward", *buffers]
-            if number == 0:
-                first = [*calls_for([*model.parameters(), *model.buffers()]), "forward"]
-            kept = seen.updates[number]["values"]
-            in_backward = [f"allreduce_ {size}" for size in sizes] if kept else []
-            if actions != (wanted := [*first, "forward", *calls, *in_backward]):
-                return f"for an update, rank {rank} does {actions}, and not {wanted}"
+            first = ["forward", *buffers] if number else [*state, "forward"]
+            called = [one for one in actions if not one.startswith("allreduce_")]  # seen twice
+            if called != (wanted := [*first, "forward", *calls]):
+                return f"for an update, rank {rank} does {called}, and not {wanted}"
     return None
 
 
@@ -141,16 +135,11 @@ def storages(model):
 
 
 def replicas(model, count):
-    """Return a copy of a model, and others, which are equal to it on rank 0 only.
-
-    Each of the others notes when a parameter has its gradient, before an OwnDDP learns of it.
-    """
+    """Return copies of a model; all but the first note when a parameter has its gradient."""
     copies = [copy.deepcopy(model) for _ in range(1 + count)]
-    for other in copies[1:]:
-        for tensor in chain(other.parameters(), other.buffers()):
-            tensor.data += here.group.rank()
-        for p in filter(lambda p: p.requires_grad, other.parameters()):
-            p.register_post_accumulate_grad_hook(note)
+    for p in chain(*(other.parameters() for other in copies[1:])):
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(note)  # before an OwnDDP learns of it
     return copies
 
 
@@ -163,19 +152,16 @@ def ddp_of(model, megabytes, unused=False):
 def sorted_ddp(model, megabytes, rows):
     """Return DDP after three steps, names of parameters in its buckets' order, and their bytes.
 
-    It has sorted its buckets anew, and says so. The model is rank 0's, as before.
+    It has sorted its buckets anew, and says so.
     """
-    ddp = ddp_of(model, megabytes)
-    before = copy.deepcopy(model.state_dict())
+    ddp = ddp_of(model, megabytes).eval()  # so its buffers stay
     for _ in range(3):
         mse_loss(ddp(rows), rows).backward()
-        model.zero_grad()
-    model.load_state_dict(before)
     told = ddp._get_ddp_logging_data()
     numbers = told["rebuilt_per_bucket_param_indices"].replace(",", "").split()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     sizes = [int(size) for size in told["rebuilt_bucket_sizes"].split(",")]
-    return ddp, [trained[int(number)] for number in numbers], sizes
+    return ddp.train(), [trained[int(number)] for number in numbers], sizes
 
 
 def own_of(model, megabytes, order):
@@ -220,15 +206,16 @@ def wrong_in_order(events, buckets, more=0):
     return claims.broken(rules)
 
 
-def wrong_beside(own, theirs, nbytes, sizes, in_ddps_order):
-    """Return what is wrong with gradients beside those of DDP's model; all-reduces had `nbytes`."""
+def wrong_beside(own, theirs, nbytes, sizes):
+    """Return what is wrong with gradients beside those of DDP's model; all-reduces had `nbytes`.
+
+    With the `sizes` of DDP's buckets, in its order, all bits are DDP's.
+    """
     off, buffers = difference(own.module, theirs), apart(own.module.buffers(), theirs.buffers())
-    limit = 0.0 if in_ddps_order or here.group.size() <= 2 else rounding(theirs)
+    limit = 0.0 if sizes or here.group.size() <= 2 else rounding(theirs)
     rules = {f"gradients are off by {off:.2g}": off <= limit}
     rules[f"buffers are off by {buffers:.2g}"] = buffers <= limit
-    alike = (len(nbytes), sum(nbytes)) == (len(sizes), sum(sizes))
-    alike = nbytes == sizes if in_ddps_order else alike
-    rules[f"it sends {nbytes} bytes, and DDP {sizes}"] = alike
+    rules[f"it sends {nbytes} bytes, and DDP {sizes}"] = nbytes == (sizes or nbytes)
     rules["gradients do not live in the buckets"] = sorted(storages(own.module)) == sorted(nbytes)
     return claims.broken(rules)
 
@@ -242,32 +229,32 @@ def share(steps, args):
 def beside_ddp(args, model):
     """Train with DDP, and with OwnDDP in two orders.
 
-    Return (all that is wrong, {order: how far a gradient is ever off}, numbers).
+    Return (all that is wrong, {order: how far a gradient is ever off}, parameters, numbers).
     """
     theirs, *ours = replicas(model, 2)
     batches, megabytes = share(args.steps, args), args.bucket_mb
     ddp, order, sizes = sorted_ddp(theirs, megabytes, batches[0][0])
-    owns = {"in DDP's order": own_of(ours[1], megabytes, order)}
-    owns["in reverse order"] = lesson.OwnDDP(ours[0], megabytes)  # of registration, as in the run
+    owns = {"in DDP's order": (own_of(ours[1], megabytes, order), sizes)}
+    owns["in reverse order"] = lesson.OwnDDP(ours[0], megabytes), None  # as in the run
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
-    off, wrong = dict.fromkeys(owns, 0), []
+    off, wrong = dict.fromkeys(reversed(owns), 0), []
     for micro_batches in ([(part, {}) for part in rows] for rows in batches):
         optimizer.zero_grad()
         step(ddp, micro_batches)
-        for name, own in owns.items():
+        for name, (own, sizes) in owns.items():
             own.zero_grad()
             events = step(own, micro_batches)
             off[name] = claims.worst([off[name], difference(own.module, theirs)])
-            found = wrong_beside(own, theirs, sent(events), sizes, "DDP" in name)
+            found = wrong_beside(own, theirs, sent(events), sizes)
             wrong += [f"{name}: {fault}" for fault in found + wrong_in_order(events, own.buckets)]
         optimizer.step()
-        for own in owns.values():  # what it rounds differently is that of one step, not of all
+        for own, _ in owns.values():  # what it rounds differently is that of one step, not of all
             own.module.load_state_dict(theirs.state_dict())
     last = max(number for number, event in enumerate(events) if not is_call(event))
     numbers = {"buckets": sent(events), "all_reduces": len(sent(events))}
     numbers["overlapped"] = len(sent(events[:last]))
-    numbers["trained"] = claims.numbers_of(theirs, lambda p: p)
-    return wrong + wrong_in_evaluation(own, batches[0][0]), off, numbers
+    wrong += wrong_in_evaluation(own, batches[0][0])
+    return wrong, off, claims.numbers_of(theirs, lambda p: p), numbers
 
 
 def wrong_in_evaluation(own, rows):
@@ -342,7 +329,7 @@ def wrong_after_errors(rows):
     except RuntimeError as error:
         told = str(error)
     model.zero_grad()
-    hook = model["trunk"].register_forward_hook(let_backward_fail)
+    hook = model["trunk"].register_full_backward_pre_hook(lambda *_: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):  # all ranks, when some buckets have left
         mse_loss(own(2 * rows, BOTH), rows).backward()
     hook.remove()
@@ -352,11 +339,6 @@ def wrong_after_errors(rows):
     off, right = difference(model, theirs), "other.weight" in told and "one.weight" not in told
     rules = {f"of a parameter without gradient, other.weight, it says: {told}": right}
     return claims.broken(rules | {f"after errors, it is off by {off:.2g}": off <= rounding(theirs)})
-
-
-def let_backward_fail(module, inputs, output):
-    """Raise an error when backward comes to this layer."""
-    output.register_hook(lambda gradient: 1 / 0)
 
 
 def wrong_in_float16():

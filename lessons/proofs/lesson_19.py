@@ -9,6 +9,9 @@ job, so each has a run of its own.
 import contextlib
 import faulthandler
 import inspect
+import io
+import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -22,6 +25,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import lesson_19_hang_clinic as lesson
 import torch
@@ -45,7 +49,7 @@ EXPECTED = {  # in the order of TOOLS; measured with torch 2.13 over gloo, on 3 
     "slow_rank": "nothing nothing victim victim victim victim",
 }
 WAITED = re.compile("timed out|timeout|Connection (closed|reset) by peer|Broken pipe", re.I)
-clinic.LIBRARY += [f"^{re.escape(__file__)}$", "/scripts/lockstep/"]  # of the way to a patient
+clinic.HIDDEN.add(__file__)  # of the way to a patient
 LIMITS = {"--limit": (2, 60), "--steps": (2, 10**4), "--batch-size": (2, 10**4)}
 LIMITS["--seed"] = (0, 2**31)
 
@@ -76,16 +80,23 @@ def examine(args):
     found, ended = look_at(dict.fromkeys(["healthy", *names]), tools, args)
     wrong, matrix, told, lines = [], {}, {}, []
     for name, findings in found.items():
-        wrong += wrong_in(name, findings, args.nproc, ended)
+        guilty, line = truth(name, args.nproc)
+        row = {
+            t: {"verdict": verdict(f, guilty, args.nproc)} | f._asdict()
+            for t, f in findings.items()
+        }
+        advised = advice(findings) if tools == TOOLS else None  # one tool may know no line
+        wrong += wrong_in(name, row, advised and (set(advised[0]), advised[1]), (guilty, line))
+        if (name in ended) != (name == "healthy"):
+            wrong.append(f"{name} {'comes' if name in ended else 'does not come'} to its end")
         if name in names:
-            matrix[name] = cells(name, findings, truth(name, args.nproc)[0], args.nproc)
-            advised = advice(findings) if tools == TOOLS else None
+            matrix[name] = row
             told |= {name: advised[0]} if advised else {}
-            lines += row_of(name, matrix[name], advised, args)
+            lines += row_of(name, row, advised, args)
     named = [n for n, row in matrix.items() if any(c["verdict"] == "guilty" for c in row.values())]
     numbers = {"world_size": args.nproc, "backend": "gloo", "device": "cpu"}
     numbers |= {"matrix": matrix, "named": named, "advice": told}
-    return claims.Verdict(claim_of(names, matrix, args), wrong, numbers, lines)
+    return claims.Verdict(claim_of(matrix, args.nproc), wrong, numbers, lines)
 
 
 def read_files(folder):
@@ -113,17 +124,24 @@ class Run(NamedTuple):
         path = self.folder / f"{what}_{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def last_end(self):
+        """Return when the last rank has ended by itself, or None."""
+        return max((seconds for seconds, _ in self.ends.values()), default=None)
+
 
 def treat(jobs, args, folder):
-    """Run [(patient, kind of run, job)], all at once; return {(patient, kind): Run}."""
-    runs = [Run(n, kind, folder / f"{n} {kind}", [], {}, time.time()) for n, kind, _ in jobs]
+    """Run [(patient, kind of run, job)], four at once; return {(patient, kind): Run}."""
+    if len(jobs) > 4:  # more at once would get in each other's way
+        return treat(jobs[:4], args, folder) | treat(jobs[4:], args, folder)
+    runs = [Run(n, kind, folder / f"{n} {kind}", [], {}, 0) for n, kind, _ in jobs]
+    meeting = multiprocessing.get_context("fork").Barrier(args.nproc * len(runs) + 1, timeout=300)
     try:
         for run, (_, _, job) in zip(runs, jobs, strict=True):
             run.folder.mkdir()
             for rank in range(args.nproc):
-                run.ids.append(os.fork() or be_forked(job, rank, run, args))
-        for moment in ("start", "here"):  # before they join, and when all have joined
-            let_all_go(moment, runs, args.nproc)
+                run.ids.append(os.fork() or be_forked(job, rank, run, args, meeting))
+        for _ in ("start", "here"):  # before they join, and when all have joined
+            meeting.wait()
         runs = [run._replace(begin=time.time()) for run in runs]
         wait_for(runs, args.limit)
     finally:
@@ -134,17 +152,6 @@ def treat(jobs, args, folder):
         for pid in living:
             os.waitpid(pid, 0)
     return {(run.name, run.kind): run for run in runs}
-
-
-def let_all_go(moment, runs, nproc, deadline=300):
-    """Wait until each rank of all runs waits for this moment, then let them go on."""
-    marks = [run.folder / f"{moment}_{rank}" for run in runs for rank in range(nproc)]
-    while not all(mark.exists() for mark in marks):
-        time.sleep(0.01)
-        if time.time() > runs[0].begin + deadline:
-            raise TimeoutError(f"not all ranks have started after {deadline} s")
-    for run in runs:
-        (run.folder / f"go_{moment}").touch()
 
 
 def wait_for(runs, limit):
@@ -163,7 +170,7 @@ def wait_for(runs, limit):
                 os.kill(pid, signal.SIGUSR1)
 
 
-def be_forked(job, rank, run, args):
+def be_forked(job, rank, run, args, meeting):
     """Be one rank of a run, in a fork of the doctor, to its end."""
     code = 1
     try:
@@ -175,23 +182,16 @@ def be_forked(job, rank, run, args):
         for number in (1, 2):
             os.dup2(said, number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-        be_a_rank(job, rank, run, args, lambda moment: wait_for_go(moment, rank, run.folder))
+        be_a_rank(job, rank, run, args, lambda moment: meeting.wait())
         code = 0
     except BaseException:
         faulthandler.unregister(signal.SIGUSR1)  # who says why it ends does not move
         sys.excepthook(*sys.exc_info())
         path = run.folder / f"calls_{rank}"
-        if run.kind == "plain" and (run.folder / "go_here").exists() and not path.exists():
+        if run.kind == "plain" and dist.is_initialized() and not path.exists():
             lesson.write_calls(path)  # it has failed before its clock rang
     finally:
         os._exit(code)
-
-
-def wait_for_go(moment, rank, folder):
-    """Say that this rank has come to this moment, and wait until all ranks of all runs have."""
-    (folder / f"{moment}_{rank}").touch()
-    while not (folder / f"go_{moment}").exists():
-        time.sleep(0.01)
 
 
 def be_a_rank(job, rank, run, args, meet):
@@ -226,12 +226,12 @@ def with_roll_call(job, line, seconds):
 
 
 class Finding(NamedTuple):
-    """What a tool says: whom it names, with which line of theirs, in which words, and when."""
+    """What a tool says, in which words and when, and whom it names, with which line of theirs."""
 
-    ranks: list
-    line: int | None
     words: str
-    seconds: float | None
+    seconds: float | None = None
+    ranks: tuple = ()
+    line: int | None = None
 
 
 def read_timeout(run, args):
@@ -240,12 +240,11 @@ def read_timeout(run, args):
     for rank, (seconds, code) in run.ends.items():
         if code and not WAITED.search(words := last_words(run.text(rank), code)):
             own[rank] = words, seconds
-    if not own:
-        late = f"{len(run.ends)} ranks ended with an error, and none of them is about itself"
-        ends = [seconds for seconds, _ in run.ends.values()]
-        return Finding([], None, late if ends else "not a word", max(ends, default=None))
-    first = min(own)
-    return Finding(sorted(own), line_of_error(run.text(first)), *own[first])
+    if own:
+        first = min(own)
+        return Finding(*own[first], sorted(own), line_of_error(run.text(first)))
+    late = f"{len(run.ends)} ranks ended with an error, and none of them is about itself"
+    return Finding(late if run.ends else "not a word", run.last_end())
 
 
 def last_words(text, code):
@@ -271,17 +270,17 @@ def read_stacks(run, args):
     places = {rank: own[-1] if own else None for rank, own in seen.items()}
     if not all(places.values()):  # it has ended before it was asked; others may have by now
         gone = [rank for rank in places if not places[rank]]
-        return Finding([], None, f"rank {gone[0]} is not there any more", None)
+        return Finding(f"rank {gone[0]} is not there any more")
     seconds = max((run.folder / f"stacks_{rank}").stat().st_mtime for rank in seen) - run.begin
     named = not_arrived(places)
     if moving := who_moves(seen, places, named):
-        words = f"rank {moving[0]} is not there, but moves: slow, or in a circle"
-        return Finding([], None, words, seconds)
+        return Finding(f"rank {moving[0]} is not there, but moves: slow, or in a circle", seconds)
     if not named:
-        return Finding([], None, "no rank is the odd one", seconds)
-    other = next(rank for rank in places if rank not in named)
-    words = f"rank {named[0]} {stands(places[named[0]])}, and rank {other} {stands(places[other])}"
-    return Finding(named, line_in(places[named[0]][0]), words, seconds)
+        return Finding("no rank is the odd one", seconds)
+    one, other = named[0], next(rank for rank in places if rank not in named)
+    ends = {rank: (places[rank][0][-1:], places[rank][1]) for rank in (one, other)}
+    words = ", and ".join(f"rank {rank} {clinic.stands(*end)}" for rank, end in ends.items())
+    return Finding(words, seconds, named, line_in(places[one][0]))
 
 
 def not_arrived(places):
@@ -303,12 +302,6 @@ def who_moves(seen, places, named):
     """Return who of these has not arrived, but was elsewhere in its last looks."""
     away = [rank for rank in named if places[rank][1] not in clinic.MEETINGS]
     return [rank for rank in away if len({way for way, _ in seen[rank][-3:]}) > 1]
-
-
-def stands(place):
-    """Return in words where a rank stands."""
-    way, called = place
-    return f"stands at {clinic.shown(way[-1:])}, in {called or 'its own code'}"
 
 
 def line_in(way):
@@ -356,20 +349,18 @@ def read_recorder(run, args):
     paths = [run.folder / f"calls_{rank}" for rank in range(args.nproc)]
     gone = [r for r, path in enumerate(paths) if not path.exists() or not path.stat().st_size]
     if gone:
-        return Finding([], None, f"rank {gone[0]} has left no calls", None)
+        return Finding(f"rank {gone[0]} has left no calls")
     seconds = max(path.stat().st_mtime for path in paths) - run.begin
-    calls = {rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)}
-    named, here = parted(calls)
+    named, here = parted({rank: calls_in(path.read_bytes()) for rank, path in enumerate(paths)})
     if not named:
-        return Finding([], None, "no rank is the odd one", seconds)
-    line = here[named[0]] and line_in(here[named[0]][0])
-    other = next(rank for rank in here if rank not in named)
-    words = ["nothing"] * args.nproc
+        return Finding("no rank is the odd one", seconds)
+    one, other = named[0], next(rank for rank in here if rank not in named)
+    words = {rank: "nothing" for rank in here}
     for rank, call in here.items():
         if call:
             words[rank] = f"{call[1]} at {clinic.shown(call[0][-1:])} in group {call[2]}"
-    told = f"rank {named[0]} calls {words[named[0]]}, and rank {other} {words[other]}"
-    return Finding(named, line, told, seconds)
+    told = f"rank {one} calls {words[one]}, and rank {other} {words[other]}"
+    return Finding(told, seconds, named, here[one] and line_in(here[one][0]))
 
 
 def read_analyzer(run, args):
@@ -377,47 +368,42 @@ def read_analyzer(run, args):
     paths = [run.folder / f"calls_{rank}" for rank in range(args.nproc)]
     paths = [path for path in paths if path.exists()]
     if not paths:
-        return Finding([], None, "no rank has left calls", None)
-    begin, report = time.time(), run.folder / "analysis"
-    if (pid := os.fork()) == 0:
-        analyze(paths, report, args.nproc)
-    os.waitpid(pid, 0)
-    text = report.read_text()
-    named = {int(rank) for rank in re.findall(r"Culprit rank (\d+)", text)}
+        return Finding("no rank has left calls")
+    begin, text = time.time(), analyze(paths, args.nproc)
+    seconds = max(path.stat().st_mtime for path in paths) - run.begin + time.time() - begin
+    named = set(re.findall(r"Culprit rank (\d+)", text))
     if missing := re.search(r"missing ranks: \{(.*)\}", text):  # in the first group that lacks any
-        named |= {int(rank) for rank in missing[1].split(", ")}
+        named |= set(missing[1].split(", "))
     words = re.findall("Culprit rank.*|missing ranks.*|^\\w+Error.*", text, re.MULTILINE)
-    dumped = max(path.stat().st_mtime for path in paths) - run.begin
-    seconds = dumped + time.time() - begin
     file = inspect.getsourcefile(job_of(run.name))
-    lines = re.findall(rf"at {re.escape(file)}:(\d+)", text)
-    line = int(lines[0]) if lines else None
-    return Finding(sorted(named), line, "; ".join(words) or "it finds nothing", seconds)
+    line = re.search(rf"at {re.escape(file)}:(\d+)", text)
+    told = "; ".join(words) or "it finds nothing"
+    return Finding(told, seconds, sorted(map(int, named)), line and int(line[1]))
 
 
-def analyze(paths, report, world_size):
-    """Let torch.distributed.flight_recorder read the ranks' calls, in their order; then leave.
+def analyze(paths, world_size):
+    """Return what torch.distributed.flight_recorder says of the ranks' calls, in their order.
 
     gloo writes down its groups without their names, and the analyzer stops with a KeyError: we add
     the names first.
     """
-    for number in (1, 2):
-        os.dup2(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    try:
+    with contextlib.redirect_stderr(io.StringIO()):  # it misses a package for tables
         from torch.distributed.flight_recorder.components import builder, config_manager, loader
 
-        details = {path.name: loader.read_dump("calls_", str(path)) for path in paths}
-        for dump in details.values():
-            groups = {tuple(entry["process_group"]) for entry in dump["entries"]}
-            ranks = str(list(range(world_size)))
-            dump["pg_config"] = {n: {"name": n, "desc": d, "ranks": ranks} for n, d in groups}
-        flags = ["--allow-incomplete-ranks"] if len(paths) < world_size else []
-        arguments = config_manager.JobConfig().parse_args(flags)
-        builder.build_db(details, arguments, str(dump["version"]))
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)
+    said, logger = io.StringIO(), logging.getLogger("Flight Recorder")
+    flags = ["--allow-incomplete-ranks"] if len(paths) < world_size else []
+    with patch.object(logger, "handlers", [logging.StreamHandler(said)]):
+        try:
+            details = {path.name: loader.read_dump("calls_", str(path)) for path in paths}
+            for dump in details.values():
+                groups = {tuple(entry["process_group"]) for entry in dump["entries"]}
+                ranks = str(list(range(world_size)))
+                dump["pg_config"] = {n: {"name": n, "desc": d, "ranks": ranks} for n, d in groups}
+            arguments = config_manager.JobConfig().parse_args(flags)
+            builder.build_db(details, arguments, str(dump["version"]))
+        except (Exception, SystemExit) as error:
+            said.write(f"{type(error).__name__}: {error}")
+    return said.getvalue()
 
 
 def read_words(run, args):
@@ -425,24 +411,21 @@ def read_words(run, args):
 
     "Please check rank 0 logs" is said of rank 0 whoever did not come, so it names nobody.
     """
-    pairs, missing = [], []
-    for rank in range(args.nproc):
-        text = run.text(rank)
-        pairs += re.findall(r"Rank (\d+) is running collective.*but Rank (\d+) is", text)
-        missing += re.findall(r"Ranks ([\d, ]+) failed to pass|Rank (\d+) failed to pass", text)
+    said = "\n".join(run.text(rank) for rank in range(args.nproc))
+    pairs = re.findall(r"Rank (\d+) is running collective.*but Rank (\d+) is", said)
     everywhere = set.intersection(*map(set, pairs)) if pairs else set()
-    named = everywhere or set(re.findall(r"\d+", str(missing)))
-    named = sorted(map(int, named))
-    ends = [seconds for seconds, _ in run.ends.values()]
+    missing = ", ".join(re.findall(r"Ranks? ([\d, ]+) failed to pass", said))
+    named = sorted(map(int, everywhere or set(re.findall(r"\d+", missing))))
     pattern = r"Detected mismatch.*|\[Rank 0\]: Rank.*|Rank \d+ successfully reached.*"
-    words = re.findall(pattern, "\n".join(run.text(rank) for rank in range(args.nproc)))
-    crashed = [c for _, c in run.ends.values() if c < 0]
-    other = f"killed by {signal.Signals(-crashed[0]).name}" if crashed else "nothing of its own"
-    line = line_of_error(run.text(named[0])) if everywhere and named else None
-    return Finding(named, line, words[0] if words else other, max(ends, default=None))
+    words = re.findall(pattern, said)
+    crashed = [code for _, code in run.ends.values() if code < 0]
+    words += [f"killed by {signal.Signals(-code).name}" for code in crashed]
+    line = line_of_error(run.text(named[0])) if everywhere else None
+    return Finding((words or ["nothing of its own"])[0], run.last_end(), named, line)
 
 
 READERS = (read_timeout, read_stacks, read_recorder, read_analyzer, read_words, read_words)
+READERS = dict(zip(TOOLS, READERS, strict=True))
 
 
 # --- Judge the tools ---
@@ -456,16 +439,11 @@ def look_at(names, tools, args):
     kinds = dict.fromkeys(["plain", *(RUN_OF[tool] for tool in tools)])
     kinds.pop("roll_call", None)  # it needs to know the line before which to call the roll
     jobs = [(name, kind, job_of(name)) for name in names for kind in kinds]
-    runs = {}
     with a_folder() as folder:
-        for first in range(0, len(jobs), 4):  # more at once would get in each other's way
-            runs |= treat(jobs[first : first + 4], args, Path(folder))
+        runs = treat(jobs, args, folder)
         if "roll_call" in tools:
-            jobs = [called_in(runs[name, "plain"], args) for name in names]
-            for first in range(0, len(jobs), 4):
-                runs |= treat(jobs[first : first + 4], args, Path(folder))
-        read = dict(zip(TOOLS, READERS, strict=True))
-        found = {n: {t: read[t](runs[n, RUN_OF[t]], args) for t in tools} for n in names}
+            runs |= treat([called_in(runs[name, "plain"], args) for name in names], args, folder)
+        found = {n: {t: READERS[t](runs[n, RUN_OF[t]], args) for t in tools} for n in names}
     ends = {name: runs[name, "plain"].ends.values() for name in names}
     return found, [name for name in names if [code for _, code in ends[name]] == [0] * args.nproc]
 
@@ -478,7 +456,7 @@ def a_folder():
     """
     folder = tempfile.mkdtemp()
     try:
-        yield folder
+        yield Path(folder)
     finally:
         end = time.monotonic() + 10
         while os.path.exists(folder) and time.monotonic() < end:
@@ -514,7 +492,7 @@ def verdict(finding, guilty, world_size):
     """
     if finding.words == "killed by SIGSEGV":  # no patient does that by itself
         return "crash"
-    if not finding.ranks or len(finding.ranks) == world_size:
+    if len(finding.ranks) in (0, world_size):
         return "nothing"
     return "guilty" if guilty.issuperset(finding.ranks) else "victim"
 
@@ -524,42 +502,27 @@ def advice(findings):
 
     The recorder's line is that of the mistake, if it has one: a stack may show what came of it.
     """
-    if "moves" in (stacks := findings.get("stacks", Finding([], None, "", None))).words:
-        return [], None, stacks.words
+    if (stacks := findings.get("stacks")) and "moves" in stacks.words:
+        return (), None, stacks.words
     order = ("recorder", "stacks", "detail", "timeout")
     named = [findings[tool] for tool in order if tool in findings and findings[tool].ranks]
     if not named:
-        return [], None, "no tool names anybody"
+        return (), None, "no tool names anybody"
     errors_first = sorted(named, key=lambda found: found is findings.get("timeout"), reverse=True)
     lines = [f.line for f in [named[0], *errors_first] if f.line and f.ranks == named[0].ranks]
     return named[0].ranks, lines[0] if lines else None, named[0].words
 
 
-def cells(name, findings, guilty, world_size):
-    """Return {tool: its cell of the matrix}, if these ranks are the guilty ones."""
-    rows = {}
-    for tool, found in findings.items():
-        rows[tool] = {"verdict": verdict(found, guilty, world_size)} | found._asdict()
-    return rows
-
-
-def wrong_in(name, findings, world_size, ended):
-    """Return what is wrong with the tools' findings about a patient: a list of sentences."""
-    guilty, line = truth(name, world_size)
-    row = cells(name, findings, guilty, world_size)
-    turned = cells(name, findings, set(range(world_size)) - guilty, world_size)
-    wrong = []
-    if (name in ended) != (name == "healthy"):
-        wrong.append(f"{name} {'comes' if name in ended else 'does not come'} to its end")
-    for tool, cell in row.items():
-        right = EXPECTED.get(name, "nothing " * len(TOOLS)).split()[TOOLS.index(tool)]
-        if cell["verdict"] != right:
-            wrong.append(f"{name}: {tool} says {cell['verdict']}, and not {right} as measured")
-        if cell["verdict"] == "guilty" and turned[tool]["verdict"] != "victim":
-            wrong.append(f"{name}: the verdict on {tool} does not depend on who is guilty")
-    ranks, advised, _ = advice(findings)
-    if len(row) == len(TOOLS) and (set(ranks), advised) != (guilty, line):
-        wrong.append(f"{name}: the advice is line {advised} of {ranks}, not {line} of {guilty}")
+def wrong_in(name, row, advised, right):
+    """Return what is wrong with the tools, and their advice, about a patient: sentences."""
+    expected = dict(zip(TOOLS, EXPECTED.get(name, "nothing " * len(TOOLS)).split(), strict=True))
+    wrong = [
+        f"{name}: {tool} says {cell['verdict']}, and not {expected[tool]} as measured"
+        for tool, cell in row.items()
+        if cell["verdict"] != expected[tool]
+    ]
+    if advised not in (None, right):
+        wrong.append(f"{name}: the advice is {advised} as ranks and line, and not {right}")
     return wrong
 
 
@@ -569,7 +532,7 @@ def row_of(name, row, advised, args):
     for tool, cell in row.items():
         when = "never" if cell["seconds"] is None else f"{cell['seconds']:.1f} s"
         lines.append(f"    {tool:11} {cell['verdict']:9} {when:7} {cell['words'][:100]}")
-    if advised:  # one tool alone gives none: it may know the rank, and not the line
+    if advised:
         ranks, line, words = advised
         who = f"rank {', '.join(map(str, ranks))}, line {line}" if ranks else "nobody"
         lines.append(f"    advice: {who}: {words[:100]}")
@@ -577,15 +540,15 @@ def row_of(name, row, advised, args):
     return lines
 
 
-def claim_of(names, matrix, args):
+def claim_of(matrix, world_size):
     """Return the claim that holds: which tools name the guilty rank, and which of them the line."""
     parts = []
-    for name in names:
-        guilty, line = truth(name, args.nproc)
-        tools = [tool for tool, c in matrix[name].items() if c["verdict"] == "guilty"]
-        exact = [tool for tool in tools if matrix[name][tool]["line"] == line]
+    for name, row in matrix.items():
+        guilty, line = truth(name, world_size)
+        tools = [tool for tool, cell in row.items() if cell["verdict"] == "guilty"]
+        exact = [tool for tool in tools if row[tool]["line"] == line]
         who = f"rank {', '.join(map(str, sorted(guilty)))}" if guilty else "nobody guilty"
-        by = f"named by {', '.join(tools)}" if tools else f"not named by {', '.join(matrix[name])}"
-        part = f"{name}: {who}, {by}"
-        parts.append(part + (f"; line {line} by {', '.join(exact)}" if exact else ""))
+        by = f"named by {', '.join(tools)}" if tools else f"not named by {', '.join(row)}"
+        parts.append(f"{name}: {who}, {by}")
+        parts[-1] += f"; line {line} by {', '.join(exact)}" if exact else ""
     return "; ".join(parts)

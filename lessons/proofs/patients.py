@@ -68,8 +68,6 @@ def uneven_batches(rank, world_size, steps, rows):
         loss.backward()
         optimizer.step()
     dist.barrier()
-    if rank == 0:
-        print("the epoch is over")
 
 
 class TwoHeads(nn.Module):
@@ -132,8 +130,6 @@ def both_send(rank, world_size, steps, rows):
             part[-1] = (part[-1] + edge) / 2
         dist.all_reduce(residual)
         part *= 0.9
-    if rank == 0:
-        print(f"residual {residual.item():.3f}")
     dist.barrier()
 
 
@@ -148,8 +144,6 @@ def group_order(rank, world_size, steps, rows):
         for group, gradient in work:
             dist.all_reduce(gradient, group=group)
             gradient /= world_size
-    if rank == 0:
-        print(f"gradient {work[0][1].norm():.3f}")
     dist.barrier()
 
 
@@ -165,8 +159,6 @@ def other_shape(rank, world_size, steps, rows):
             predicted = model(data[first:last])
         parts = [torch.empty_like(predicted) for _ in range(world_size)]
         dist.all_gather(parts, predicted)
-    if rank == 0:
-        print(f"{sum(len(part) for part in parts)} predictions")
     dist.barrier()
 
 
@@ -193,15 +185,12 @@ def dead_loader(rank, world_size, steps, rows):
     data = Rows(count, count - 1 if rank == world_size - 1 else None)
     loader = DataLoader(data, rows, num_workers=1)
     for batch in loader:
-        loss = model(batch).square().mean()
-        loss.backward()
+        model(batch).square().mean().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.data -= 0.1 * parameter.grad / world_size
             parameter.grad = None
     dist.barrier()
-    if rank == 0:
-        print(f"loss {loss.item():.3f}")
 
 
 def read(name):
@@ -243,34 +232,19 @@ class Patient(NamedTuple):
     why: str
 
 
-PATIENTS = {
-    "early_stop": Patient(
-        early_stop, (-1,), "dist.barrier()", "a rank leaves the loop by its own loss"
-    ),
-    "rank_zero_only": Patient(
-        rank_zero_only, (0,), "dist.all_reduce(total)", "only rank 0 adds up the losses"
-    ),
-    "uneven_batches": Patient(
-        uneven_batches, (0,), "loss.backward()", "rank 0 has a batch more than the others"
-    ),
-    "unused_branch": Patient(
-        unused_branch, (-1,), "loss = model(", "a rank leaves out a part of DDP's model"
-    ),
-    "validation": Patient(
-        validation, (0,), "model(held_back)", "rank 0 validates through DDP with buffers"
-    ),
-    "both_send": Patient(both_send, (0, 1), "dist.send(", "two neighbours both send first"),
-    "group_order": Patient(
-        group_order, (-1,), "dist.all_reduce(", "a rank takes two groups in the other order"
-    ),
-    "other_shape": Patient(
-        other_shape, (-1,), "dist.all_gather(", "a rank gathers one row more than the others"
-    ),
-    "dead_loader": Patient(
-        dead_loader, (-1,), "for batch in loader", "a process that reads a rank's rows is killed"
-    ),
-    "slow_rank": Patient(slow_rank, (), "", "nobody is guilty: a rank is at work, for long"),
-}
+PATIENTS = (
+    Patient(early_stop, (-1,), "dist.barrier()", "a rank leaves the loop by its own loss"),
+    Patient(rank_zero_only, (0,), "dist.all_reduce(total)", "only rank 0 adds up the losses"),
+    Patient(uneven_batches, (0,), "loss.backward()", "rank 0 has a batch more than the others"),
+    Patient(unused_branch, (-1,), "loss = model(", "a rank leaves out a part of DDP's model"),
+    Patient(validation, (0,), "model(held_back)", "rank 0 validates through DDP with buffers"),
+    Patient(both_send, (0, 1), "dist.send(", "two neighbours both send first"),
+    Patient(group_order, (-1,), "dist.all_reduce(", "a rank takes two groups in the other order"),
+    Patient(other_shape, (-1,), "dist.all_gather(", "a rank gathers one row more than the others"),
+    Patient(dead_loader, (-1,), "in loader", "a process that reads a rank's rows is killed"),
+    Patient(slow_rank, (), "", "nobody is guilty: a rank is at work, for long"),
+)
+PATIENTS = {patient.job.__name__: patient for patient in PATIENTS}
 
 
 def job_of(name):

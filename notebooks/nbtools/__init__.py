@@ -4,6 +4,7 @@ run(fn, nproc, *args)             call fn(rank, world_size, *args) in `nproc` re
 wait_for_all(rank, world_size)    on such a process: go on when all have come, without a group
 launch(3, nproc=2, steps=5)       run scripts/lesson_03.sh, return its JSON
 check(script, edits)              what scripts/check.sh finds in a script after these edits
+check_each(script, [edits, ...])  the same for several, sooner, of a script that torchrun starts
 show(fn), show_difference(a, b)   the source of functions, as the lesson has it
 measured(value, low, high)        a number that the run has measured, as ≈0.412
 judge(check, attempt)             what the check of a task says about an attempt
@@ -24,18 +25,19 @@ for folder in ("scripts", "lessons"):  # the notebooks import the lessons, and w
     if str(ROOT / folder) not in sys.path:
         sys.path.insert(0, str(ROOT / folder))
 
+from lockstep.network import free_ports  # noqa: E402
+
 from nbtools.blame import RankFailed  # noqa: E402
 from nbtools.cell import (  # noqa: E402
     OutOfBounds,
     explain_missing_frameworks,
-    free_ports,
     hint,
     judge,
     measured,
     show,
     show_difference,
 )
-from nbtools.launch import LaunchFailed, check, launch  # noqa: E402
+from nbtools.launch import LaunchFailed, check, check_each, launch  # noqa: E402
 from nbtools.run import run, wait_for_all  # noqa: E402
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "OutOfBounds",
     "RankFailed",
     "check",
+    "check_each",
     "free_ports",
     "hint",
     "judge",

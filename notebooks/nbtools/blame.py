@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import signal
-import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import NamedTuple
 
 import cloudpickle
 from lockstep import ending
+from lockstep.watch import facts
 
 SIGNAL = signal.SIGUSR2
 NBTOOLS = str(Path(__file__).parent)
-LIBRARY = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+A_CELL = re.compile("<(ipython-input|stdin>|string>)")  # what the reader has typed, in no file
 DECORATORS = {"wrapper", "decorate_context"}  # torch puts these between a call and the function
 
 
@@ -115,9 +115,8 @@ def find_place(frames):
 
 
 def _is_library(file):
-    if file.startswith("<") and not file.startswith(("<ipython-input", "<stdin>", "<string>")):
-        return True
-    return "/site-packages/" in file or file.startswith((NBTOOLS, *LIBRARY))
+    own = facts.is_own(file) and not file.startswith(NBTOOLS)
+    return not (own or A_CELL.match(file))
 
 
 # --- Does a rank join others, and where is it? ---

@@ -1,13 +1,10 @@
 """What a cell of a notebook calls: show source, show a number, judge an attempt, give a hint."""
 
-import collections
 import contextlib
 import difflib
 import inspect
-import random
 import re
 import signal
-import socket
 import sys
 import textwrap
 import threading
@@ -151,30 +148,6 @@ def _time_limit(seconds):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-# --- Ports for those who have to name one ---
-
-
-def free_ports(count):
-    """Return `count` different ports of this machine on which nobody listens now.
-
-    They lie below those that the operating system gives away by itself (from 32768 on Linux, from
-    49152 on macOS). So no other program is given one of them before it is used; nor is another
-    thread of this one, until some hundred others have been.
-    """
-    ports = []
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
-        if len(ports) == count:
-            break
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            if port not in _given:  # while we listen there, no other thread can
-                _given.append(port)
-                ports.append(port)
-    return ports
-
-
-_given = collections.deque(maxlen=500)
 
 
 # --- A framework that is not installed, and the lesson that needs it ---

@@ -3,9 +3,12 @@
 lanes     time to the right, one lane for each rank, thread or device: compute, send, wait
 strip     one column of boxes for each moment, one panel of arrows for each step, with bytes
 rounds    what ranks send in a function, for such a strip: threads play them
+bars      heights by name, in charts side by side
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
 shares    which part of something each rank holds
+curves    numbers over numbers, in black
+stair     bars, each of which begins where the one above ends
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; each also has a
 hatch, so that a print in grey says the same.
@@ -28,12 +31,15 @@ __all__ = [
     "Message",
     "Recorder",
     "Span",
+    "bars",
+    "curves",
     "hatch",
     "lanes",
     "matrices",
     "record",
     "rounds",
     "shares",
+    "stair",
     "strip",
     "verdicts",
     "waits",
@@ -289,6 +295,25 @@ def matrices(factors, title):
     return figure
 
 
+def bars(charts, ylabel, label, **settings):
+    """Draw bar charts side by side, on one scale; return the figure.
+
+    charts    [(title, kind, {name: height})], a kind as in LOOK
+    label     a function: what is written above a bar of this height
+    settings  of all axes, such as xlabel
+    """
+    figure, row = plt.subplots(1, len(charts), figsize=(WIDTH, 3.1), sharey=True, squeeze=False)
+    for axes, (title, kind, heights) in zip(row[0], charts, strict=True):
+        drawn = axes.bar(list(heights), list(heights.values()), **hatch(kind))
+        axes.bar_label(drawn, list(map(label, heights.values())))
+        axes.set(**settings)
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    row[0][0].set_ylabel(ylabel)
+    figure.tight_layout()
+    return figure
+
+
 VERDICTS = {  # word: (face colour, hatch)
     "guilty": ("#009E73", ""),
     "victim": ("#E69F00", "////"),
@@ -379,3 +404,34 @@ def shares(axes, held, looks):
     ranks = range(len(held))
     axes.set(ylim=(len(held), 0), yticks=[rank + 0.45 for rank in ranks])
     axes.set(yticklabels=[f"rank {rank}" for rank in ranks])
+
+
+def curves(lines, title, height=3.4, **settings):
+    """Draw curves in black, with a legend if there are several; return their axes.
+
+    lines     {label: (x, y, look)}, a look as matplotlib has it, "--s" for dashes and squares
+    settings  what axes.set takes: xlabel, ylabel, xlim, ...
+    """
+    _, axes = plt.subplots(figsize=(WIDTH, height))
+    for label, (x, y, look) in lines.items():
+        axes.plot(x, y, f"k{look}", label=label)
+    axes.set(title=title, **settings)
+    if len(lines) > 1:
+        axes.legend()
+    return axes
+
+
+def stair(parts, kinds, others, title, xlabel):
+    """Draw parts of a whole, {name: width}, as a stair of bars, a kind for each; return the axes.
+
+    Below, others have bars that begin at zero, of the first kind.
+    """
+    _, axes = plt.subplots(figsize=(WIDTH, 3.4))
+    left = 0.0
+    for (name, width), kind in zip(parts.items(), kinds, strict=True):
+        axes.barh(f"+ {name}" if left else name, width, 0.7, left, **hatch(kind))
+        left += width
+    for name, width in others.items():
+        axes.barh(name, width, 0.7, **hatch(kinds[0]))
+    axes.set(xlabel=xlabel, title=title, ylim=(len(parts) + len(others) - 0.5, -0.5))
+    return axes

@@ -1,6 +1,7 @@
 """What a run did: its collectives, the memory that autograd kept, and who did what when.
 
 Wire      the collectives that PyTorch calls, with their bytes
+spread    how far numbers differ between ranks that should be equal
 Saved     how much memory autograd keeps between forward and backward
 record    what a rank does, as spans of time; the events here are what nbtools.pictures draws
 
@@ -11,9 +12,11 @@ notebooks of lessons 07 and 08 draw with another framework, and two in one proce
 import contextlib
 import itertools
 import math
-import os
 import time
 from typing import NamedTuple
+from unittest.mock import patch
+
+from lockstep.imports import quiet
 
 # --- Wire ---
 
@@ -30,47 +33,39 @@ class Call(NamedTuple):
         return f"{self.name} of {self.numbers} {self.kind} = {self.nbytes} bytes"
 
 
-class Wire:
-    """Writes down every collective inside `with Wire() as wire`: `wire.calls`, a list of Call.
+def Wire():
+    """Write down every collective inside `with Wire() as wire`: `wire.calls`, a list of Call.
 
     A call has the collective's name, and the type, the count of numbers and the bytes of the first
     tensor that a rank hands over. It is not what a cable carries.
     """
+    from lockstep.watch import wire
 
-    def __init__(self):
-        self.calls = []
-
-    def __enter__(self):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
-                # PyTorch's libraries of collectives; the second one has waiting and wrapping, too.
-                helps = "wait_tensor" in str(function) or "_wrap_tensor" in str(function)
-                if "c10d" in function.namespace and not helps:
-                    self.calls.append(_call(function, args))
-                return function(*args, **(kwargs or {}))
-
-        self._mode = Mode()
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._mode.__exit__(*error)
+    return wire.Wire(_call)
 
 
 def _call(function, args):
     """Return the Call of a collective with these arguments."""
-    import torch
-    from torch.utils._pytree import tree_leaves
+    from lockstep.watch import wire
 
     names = [argument.name for argument in function._schema.arguments]
     given = [one for one, name in zip(args, names, strict=False) if name.startswith("input")]
-    leaves = tree_leaves([given, args])  # what goes in, if it has a name of its own
-    first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    first = wire.tensors_in([given, args])[0]  # what goes in, if it has a name of its own
     name = function._schema.name.split("::")[-1].rstrip("_")
     kind = str(first.dtype).removeprefix("torch.")
     return Call(name, kind, first.numel(), first.nbytes)
+
+
+def spread(tensors):
+    """Return the largest difference between ranks of numbers that all of them have."""
+    import torch
+    import torch.distributed as dist
+
+    lowest = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return (highest - lowest).max().item()
 
 
 # --- Saved ---
@@ -178,6 +173,15 @@ class Recorder:
             lane = lane or f"rank {self.rank}"
             self.spans.append(Span(lane, kind, name, begin, time.monotonic(), nbytes))
 
+    def timed(self, kind, name, function):
+        """Return this function, whose calls are recorded as spans."""
+
+        def call(*args, **kwargs):
+            with self.span(kind, name):
+                return function(*args, **kwargs)
+
+        return call
+
 
 @contextlib.contextmanager
 def record(rank):
@@ -191,7 +195,8 @@ def record(rank):
 
     recorder = Recorder(rank)
     activities = [ProfilerActivity.CPU]
-    with _quiet(), profile(activities=activities, record_shapes=True) as profiler, Wire() as wire:
+    profiler = profile(activities=activities, record_shapes=True)
+    with quiet(), profiler, Wire() as wire:  # the profiler's C++ code writes two lines at each use
         anchors = []
         for _ in range(5):  # another process may run between the two clocks: take the best
             before = time.monotonic()
@@ -202,6 +207,40 @@ def record(rank):
     recorder.calls = wire.calls
     recorder.spans += _read_spans(rank, profiler.events(), anchors, wire.calls)
     recorder.spans.sort(key=lambda span: span.begin)
+
+
+@contextlib.contextmanager
+def all_reduces(recorder, ddp, send, average):
+    """Record each all-reduce in the block: those of a DDP model, and those that Python calls.
+
+    Their kinds are "average" and "send"; their names are given, and a number follows. A hook takes
+    the place of DDP's all-reduce, which C++ calls, and does the same.
+    """
+    import torch
+    import torch.distributed as dist
+
+    add_up, names = dist.all_reduce, {"send": send, "average": average}
+
+    def recorded(tensor, group, kind="send"):
+        with recorder.span(kind, f"{names[kind]} {len(recorder.spans) + 1}", tensor.nbytes):
+            add_up(tensor, group=group)
+
+    def hook(group, bucket):
+        recorded(bucket.buffer(), group, "average")
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer() / group.size())
+        return done
+
+    ddp.register_comm_hook(ddp.process_group, hook)
+    with patch.object(dist, "all_reduce", recorded):
+        yield
+
+
+def without(span, others):
+    """Return the parts of a span that lie between these others, which are in it, in order."""
+    edges = [span.begin, *(edge for one in others for edge in (one.begin, one.end)), span.end]
+    pieces = zip(edges[::2], edges[1::2], strict=True)
+    return [span._replace(begin=begin, end=end) for begin, end in pieces]
 
 
 def _read_spans(rank, events, anchors, calls):
@@ -253,19 +292,6 @@ def _name(event):
     if event.name.startswith("Optimizer.step"):
         return "optimizer.step"
     return None
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Keep the profiler's own lines off stderr: its C++ code writes two at each use."""
-    with open(os.devnull, "w") as nowhere:
-        keep = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(keep, 2)
-            os.close(keep)
 
 
 def waits(spans):

@@ -37,21 +37,31 @@ COMMANDS = {
 
 
 def main():
-    """Call the main(arguments) of a command; return its exit code."""
+    """Call the main(arguments) of a command; return its exit code, and say why it has left."""
+    from lockstep import ending  # the path to it is known only now
+
     name, *arguments = sys.argv[1:] or ["--help"]
+    if name == "--help":
+        print(__doc__)
+        return 0
     if name not in COMMANDS:
-        print(__doc__, file=sys.stdout if name == "--help" else sys.stderr)
-        return 0 if name == "--help" else 2
-    return importlib.import_module(COMMANDS[name]).main(arguments)
+        ending.say(__doc__)
+        return 2
+    try:
+        return importlib.import_module(COMMANDS[name]).main(arguments)
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            raise
+        ending.say(stop.code)  # Python itself would make two writes of it
+        return 1
 
 
 def command():
     """The command `lockstep`, after `pip install .`: only these need no other file."""
     if sys.argv[1:2] not in (["check"], ["explain"]):
-        print(
-            "lockstep check train.py, or lockstep explain log.txt; --help says more",
-            file=sys.stderr,
-        )
+        from lockstep import ending
+
+        ending.say("lockstep check train.py, or lockstep explain log.txt; --help says more")
         return 2
     return main()
 

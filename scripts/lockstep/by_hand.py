@@ -81,7 +81,7 @@ def start_all(script, args):
     """Start a process for each rank, and wait for all; leave with the cause if one fails."""
     method, _, place = args.init.partition("://")
     with tempfile.TemporaryDirectory() as folder:
-        own = f"127.0.0.1:{network.free_port()}"
+        own = f"127.0.0.1:{network.free_ports(1)[0]}"
         place = place or (f"{folder}/meeting_place" if method == "file" else own)
         lines = [what_is_typed(args, method, place, rank) for rank in range(args.nproc)]
         for rank, (variables, flags) in enumerate(lines):

@@ -41,12 +41,17 @@ def end_with_parent(signal_number):
             sys.exit(1)
 
 
-def say_goodbye(signal_number):
-    """Say the one line that a command says when it was asked to end, and has ended.
+def say(text):
+    """Write a text and the end of its line to stderr, at once.
 
-    One write: print makes two of it, and lines of two machines in one pipe would mix.
+    print makes two writes of it, and then lines of two processes in one pipe mix.
     """
-    sys.stderr.write(f"{WORDS[signal_number]}: all that was started has ended\n")
+    sys.stderr.write(f"{text}\n")
+
+
+def say_goodbye(signal_number):
+    """Say the one line that a command says when it was asked to end, and has ended."""
+    say(f"{WORDS[signal_number]}: all that was started has ended")
 
 
 def leave(signal_number, frame):

@@ -18,7 +18,7 @@ import sys
 import venv
 from importlib import metadata
 
-from lockstep import lessons
+from lockstep import ending, lessons
 
 ROOT = lessons.ROOT
 
@@ -86,7 +86,7 @@ def make(wanted):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another run that is installing ...", file=sys.stderr)
+            ending.say("waiting for another run that is installing ...")
             fcntl.flock(lock, fcntl.LOCK_EX)
         starts = succeeds(wanted.python, "-c", "")  # not if the Python that made it is gone
         if not starts or wanted.missing(wanted.site_packages()):
@@ -101,8 +101,7 @@ def complete(wanted, lock, starts):
     missing = wanted.missing(wanted.site_packages()) or wanted.pins
     check_disk(missing)
     names = ", ".join(pin.partition("==")[0] for pin in missing)
-    print(f"installing {names} into {wanted.place}", file=sys.stderr)
-    print("(once only; it takes some minutes)", file=sys.stderr)
+    ending.say(f"installing {names} into {wanted.place}\n(once only; it takes some minutes)")
     if not succeeds(wanted.python, *PIP, "--version"):
         venv.create(wanted.place, clear=not starts, symlinks=True, with_pip=True)
     install(wanted, lock)
@@ -163,12 +162,12 @@ def main(arguments):
     """Check or make an environment; return the exit code."""
     how, what = arguments if len(arguments) == 2 else ("--help", "")
     if how not in ("--check", "--make"):
-        print(__doc__, file=sys.stderr)
+        ending.say(__doc__)
         return 2
     try:
         wanted = Wanted(what)
     except LookupError as error:
-        print(f"setup failed: {error}; take a number, notebooks, all or site", file=sys.stderr)
+        ending.say(f"setup failed: {error}; take a number, notebooks, all or site")
         return 2
     if how == "--check":
         if wanted.missing(sys.path):
@@ -183,6 +182,6 @@ def main(arguments):
         sys.exit(f"setup failed: {error}")
     except SystemExit as stop:
         if isinstance(stop.code, int):  # from interrupt(); pip has ended, and says nothing after us
-            print("setup was interrupted: run the same command again", file=sys.stderr)
+            ending.say("setup was interrupted: run the same command again")
         raise
     return 0

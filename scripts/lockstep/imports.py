@@ -1,5 +1,6 @@
 """Import torch in less time, in a process that will only run a lesson; others in silence."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -7,7 +8,7 @@ import signal
 import sys
 import warnings
 
-from lockstep import lessons
+from lockstep import ending, lessons
 
 
 def import_quickly(*names):
@@ -35,9 +36,7 @@ def import_tensorflow():
     use_one_thread()
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     sys.modules.setdefault("jax", None)  # else its converter for phones imports it, too
-    with open(os.devnull, "w") as nowhere:
-        screen = os.dup(2)  # C++ code writes to file descriptor 2, before it obeys the log level
-        os.dup2(nowhere.fileno(), 2)
+    with quiet():  # C++ code writes before it obeys the log level
         try:
             tf = importlib.import_module("tensorflow")
             tf.config.list_physical_devices()
@@ -45,9 +44,6 @@ def import_tensorflow():
             raise
         except Exception as error:
             broken = error
-        finally:
-            os.dup2(screen, 2)
-            os.close(screen)
     if broken:
         leave_broken("tensorflow", broken)
     tf.get_logger().setLevel("ERROR")
@@ -82,8 +78,27 @@ def use_one_thread():
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+@contextlib.contextmanager
+def quiet():
+    """Keep off the screen what anybody writes to file descriptor 2 meanwhile, as C++ code does."""
+    screen = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+
+
+def hush():
+    """Keep off the screen all that this process will say, its C++ code as well."""
+    os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (a notebook has others)
+
+
 def leave_broken(package, error):
     """Say in one line that a package can't be imported, and leave with exit code 2."""
     said = f"{package} is broken, its import ends with {type(error).__name__}"
-    print(f"{said}: pip install --force-reinstall {lessons.pins()[package]}", file=sys.stderr)
+    ending.say(f"{said}: pip install --force-reinstall {lessons.pins()[package]}")
     sys.exit(2)

@@ -70,7 +70,7 @@ def fail(text):
     """
     if ending.asked:
         return 128 + ending.asked[0]
-    print(text, file=sys.stderr)
+    ending.say(text)
     return 1
 
 

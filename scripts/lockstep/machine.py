@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep import lessons, needs, network, run
+from lockstep import ending, lessons, needs, network, run
 from lockstep.doctor import command
 from lockstep.flags import Flags, split_at_dashes, whole
 
@@ -40,7 +40,7 @@ def main(arguments):
         flags = ["doctor", *flags]
     lesson = lessons.of_script(script)
     if lesson and (problem := needs.missing_packages(lesson)):
-        print(f"{script.name}: error: {problem}", file=sys.stderr)
+        ending.say(f"{script.name}: error: {problem}")
         return 2
     here, first = find_way(own)
     environment = {name: os.environ[name] for name in os.environ if name not in run.OF_A_JOB}

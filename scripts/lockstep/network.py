@@ -1,5 +1,6 @@
 """What this machine's network looks like, seen with the standard library alone."""
 
+import collections
 import contextlib
 import fcntl
 import ipaddress
@@ -10,6 +11,7 @@ import struct
 import sys
 
 SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # "the address of an interface"
+PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
 
 
 def interfaces():
@@ -91,12 +93,25 @@ def listen_at(address, port=0):
     return socket.create_server((address, port), family=family, backlog=128)
 
 
-def free_port():
-    """Return a port at which nobody listens. Below 32768 the system gives none away by itself."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+def free_ports(count):
+    """Return `count` different ports of this machine on which nobody listens now.
+
+    They lie below those that the operating system gives away by itself (from 32768 on Linux, from
+    49152 on macOS). So no other program is given one of them before it is used; nor is another
+    thread of this one, until some hundred others have been.
+    """
+    ports = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(ports) == count:
+            break
         with contextlib.suppress(OSError), listen_at("127.0.0.1", port):
-            return port
+            if port not in _given:  # while we listen there, no other thread can
+                _given.append(port)
+                ports.append(port)
+    return ports
+
+
+_given = collections.deque(maxlen=500)
 
 
 def let_stores_listen_at_one_address():

@@ -137,14 +137,13 @@ class Watch:
 
 def tell(verdict, script, args):
     """Print a verdict, and the numbers if `args` asks for JSON; return the exit code."""
-    passed = not verdict.wrong
     for line in verdict.lines:
         print(line)
-    print("PASS" if passed else "FAIL", "; ".join([verdict.claim, *verdict.wrong]))
+    print("PASS" if verdict.passed else "FAIL", verdict.words)
     if args.json:
         number = int(lessons.of_script(script).number)
-        print(json.dumps({"lesson": number} | verdict.numbers | {"passed": passed}))
-    return 0 if passed else 1
+        print(json.dumps({"lesson": number} | verdict.numbers | {"passed": verdict.passed}))
+    return 0 if verdict.passed else 1
 
 
 def run_in_one_process(script, args):

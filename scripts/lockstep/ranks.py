@@ -15,7 +15,6 @@ machine.py calls it on each of several machines, and says by LOCKSTEP_NODES whic
 import contextlib
 import logging
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -78,7 +77,7 @@ def main(script, arguments):
             return proofs.judge(seen, args, own, job)
         is_one_of_many = own.nproc * len(job.nodes) > 1 and not lessons.of_script(script)
         if is_one_of_many and job.node_rank == 0 and not joining.has_seen("joined", folder):
-            print(f"note: {joining.ALONE}", file=sys.stderr)
+            ending.say(f"note: {joining.ALONE}")
     return 0
 
 
@@ -89,7 +88,7 @@ def tell_failure(failures, folder, script, job):
     if joining.has_seen("own", folder):
         text = f"{Path(script).name} failed: {joining.STARTS_ITS_OWN}"
     if text:
-        print(text, file=sys.stderr)
+        ending.say(text)
     return 2 if set(codes.values()) == {2} else 1
 
 
@@ -106,29 +105,20 @@ def read_flags(script, arguments, fewest=1, default=2):
 def check(script, nproc, flags, job):
     """Let the lesson check its flags, before any rank starts; leave if it finds a mistake.
 
-    Without flags, and with no more ranks than the smallest default batch has rows for, there is
-    nothing to check. It runs in this process, which needs torch as well: importing it takes longer
-    than the check. So what is checked must leave no thread and no signal handler here. It returns
-    the flags of a lesson, None of another script.
+    It runs in this process, which needs torch as well: importing it takes longer than the check. So
+    what is checked must leave no thread and no signal handler here. It returns the flags.
     """
     asks_for_help = bool({"-h", "--help"} & set(flags))
     if asks_for_help and job.node_rank > 0:
         sys.exit()  # the first machine says it
     world_size = int(os.environ.get("LOCKSTEP_RANKS", nproc * len(job.nodes)))
-    known = lessons.of_script(script)  # a rehearsal may be of another script
-    if not known and not asks_for_help and world_size <= 8 and not set(flags) - {"--json"}:
-        return None
     place = {"RANK": str(job.node_rank), "WORLD_SIZE": str(world_size)}
     place["LOCAL_WORLD_SIZE"] = str(nproc)
-    if known and known.start == lessons.LAUNCH_JOB:
+    if lessons.of_script(script).start == lessons.LAUNCH_JOB:
         flags = [*flags, f"--nproc={world_size}"]  # rank.py tells it so
     flags = ["--help"] if asks_for_help else flags
     with patch.object(sys, "argv", [str(script)]), patch.dict(os.environ, place):
-        if known:
-            return proofs.read_flags(script, flags, world_size, nproc)
-        lesson = runpy.run_path(str(script), run_name="lesson")
-        lesson["parse_args"](flags)  # leaves with exit code 2, or with 0 after --help
-        return None
+        return proofs.read_flags(script, flags, world_size, nproc)
 
 
 def start_ranks(own, folder, flags, job):

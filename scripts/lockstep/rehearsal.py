@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lockstep import network, ranks, ssh
+from lockstep import ending, network, ranks, ssh
 from lockstep.lessons import TORCHRUN
 
 PACKAGE = Path(__file__).parent
@@ -34,7 +34,7 @@ def main(script, arguments):
                 launchers.append(start(script, node, own, flags, addresses, listener))
             code = ssh.wait(launchers)
             if code < 0:
-                print(f"a launcher was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                ending.say(f"a launcher was killed by {signal.Signals(-code).name}")
             return code if code >= 0 else 1
         finally:
             end(launchers)

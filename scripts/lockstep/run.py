@@ -30,11 +30,14 @@ def main(arguments):
     """Run the lesson with this number on this machine; return the exit code."""
     number, *flags = arguments or ["--help"]
     lesson = lessons.find(number)
+    if number in ("-h", "--help"):
+        print(__doc__)
+        return 0
     if lesson is None:
-        print(__doc__, file=sys.stdout if number in ("-h", "--help") else sys.stderr)
-        return 0 if number in ("-h", "--help") else 2
+        ending.say(__doc__)
+        return 2
     if problem := needs.problem(lesson, flags):
-        print(problem, file=sys.stderr)
+        ending.say(problem)
         return 2
     # Lesson 04 is about these variables, and sees them all.
     environment = loopback() | os.environ if lesson.number == "04" else on_this_machine_alone()
@@ -109,7 +112,7 @@ def watch(command, environment, output=None, look=None, asked=None):
         ending.say_goodbye(asked[0])
         return 128 + asked[0]
     if code < 0:
-        print(f"the lesson was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        ending.say(f"the lesson was killed by {signal.Signals(-code).name}")
         return 128 - code
     return code
 

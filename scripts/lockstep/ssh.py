@@ -17,12 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep import ending, machine
+from lockstep import ending, machine, network
 from lockstep.flags import Flags
 from lockstep.lessons import ROOT
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-PORTS = range(20000, 32000)  # below those that systems give to whoever asks for any
 PATIENCE = 15  # seconds for the other machines to say why they fail, and to clean up
 
 
@@ -85,7 +84,7 @@ def main(arguments):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     processes = []
     try:
-        processes += start(hosts, random.choice(PORTS), what, flags)
+        processes += start(hosts, random.choice(network.PORTS), what, flags)
         return wait(processes)
     except SystemExit as stop:
         if isinstance(stop.code, int):

@@ -15,7 +15,7 @@ root.
 
 import sys
 
-from lockstep import machine, ssh
+from lockstep import ending, machine, ssh
 from lockstep.flags import Flags, split_at_dashes, whole
 from lockstep.lessons import ROOT
 from lockstep.two_machines import faults, slurm
@@ -35,7 +35,7 @@ def main(arguments):
             return slurm.main(flags)
         return run(what, flags)
     except OSError as error:
-        print(f"two_machines.sh: error: {error}", file=sys.stderr)
+        ending.say(f"two_machines.sh: error: {error}")
         return 1
 
 

@@ -22,6 +22,16 @@ class Verdict(NamedTuple):
     numbers: dict  # for --json
     lines: list  # to be printed before the verdict
 
+    @property
+    def passed(self):
+        """Whether nothing is wrong."""
+        return not self.wrong
+
+    @property
+    def words(self):
+        """What follows PASS or FAIL."""
+        return "; ".join([self.claim, *self.wrong])
+
 
 def steps(job):
     """Return the updates of all ranks: [[update of rank 0, of rank 1, ...] of each step]."""

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Files of Python and of installed packages, in whatever environment the job has run.
-LIBRARY = [r"/lib(64)?/python3[^/]*/", "/(site|dist)-packages/", "^<"]
+from lockstep.watch import facts
+
+HIDDEN = set()  # files that are not yours either: of a proof, on the way to the job that it starts
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
 UNLISTED = {"new_group", "monitored_barrier"}  # all must come to these; in no list, or too late
@@ -31,7 +32,7 @@ NEW = "new"  # stands for a group's name where a group is made: each new_group h
 
 def in_library(file):
     """Return whether a file is none of yours."""
-    return any(re.search(pattern, file) for pattern in LIBRARY)
+    return file in HIDDEN or not facts.is_own(file)
 
 
 def way_of(frames):
@@ -434,12 +435,17 @@ def standing(left):
     row = conflict(left) if waits else {}
     for rank, own in left.items():
         way, called = own.looks[-1] if own.looks else ((), "")
-        stands = f"stands at {shown(way)}, in {called or 'its own code'}" if way else "has no stack"
-        lines.append(f"rank {rank} {'has ended' if own.ended else stands}")
+        where = stands(way, called) if way else "has no stack"
+        lines.append(f"rank {rank} {'has ended' if own.ended else where}")
         call, whom = waits.get(rank, (None, ()))
         last = f"its last call: {told(own.calls[-1]) if own.calls else '-'}"
         lines.append(f"    {waiting(call, whom, call in row.values()) if call else last}")
     return lines
+
+
+def stands(way, called):
+    """Return in words where a rank stands."""
+    return f"stands at {shown(way)}, in {called or 'its own code'}"
 
 
 def listed(ranks):

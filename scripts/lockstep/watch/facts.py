@@ -6,7 +6,6 @@ A run of days does not fill the disk: of what comes again and again, there is RO
 
 import functools
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -14,7 +13,8 @@ import time
 import zlib
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|<")
+# Files of Python, of installed packages and of this one, wherever a job has run.
+LIBRARY = re.compile(r"/lib(64)?/python3[^/]*/|/(site|dist)-packages/|/scripts/lockstep/|^<")
 LARGE, MOST = 2**24, 2**22  # of a model with so many numbers, so many are looked at
 MOST_ROWS = 4096  # of one batch
 RUN, BLOCK, WORDS = 16, 2**16, 2**12  # numbers side by side in a sample, or in a block
@@ -61,11 +61,10 @@ def note(what, **facts):
         _file["process"] = os.getpid()
         path = os.path.join(settings["folder"], f"{os.getpid()}.jsonl")
         _file["descriptor"] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        main = multiprocessing.current_process().name == "MainProcess"
         parent = process["rank"]
         if parent is None:  # it may be a process that was not forked, but started anew
             parent = json.loads(os.environ.get("LOCKSTEP_WATCH_PARENT", "null"))
-        note("start", RANK=os.environ.get("RANK"), child_of=parent, main=main)
+        note("start", RANK=os.environ.get("RANK"), child_of=parent)
     line = json.dumps({"what": what, "at": time.time(), **facts}) + "\n"
     os.write(_file["descriptor"], line.encode())
 

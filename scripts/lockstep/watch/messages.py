@@ -111,7 +111,6 @@ def leave(destroy, instance, args, kwargs):
     from lockstep.watch import models
 
     models.note_states()
-    facts.note("left", where=facts.where())
     return destroy(*args, **kwargs)
 
 

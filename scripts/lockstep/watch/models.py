@@ -20,7 +20,6 @@ def watch():
     around(DistributedDataParallel, "__init__", wrap)
     around(DistributedDataParallel, "join", join)
     around(torch.nn.Module, "__call__", call)
-    around(torch.nn.Module, "load_state_dict", load)
 
 
 def wrap(init, ddp, args, kwargs):
@@ -97,7 +96,7 @@ def call(function, module, args, kwargs):
         number, place = None if past else know(inner), facts.where()
         if not facts.room("forwards", place):
             return function(*args, **kwargs)
-        about = {"ddp": ddp, "past": past, "train": inner.training, "grad": grad}
+        about = {"past": past, "train": inner.training, "grad": grad}
         about["rows"] = rows_of(args, kwargs, place)
         if number is not None and _models[id(inner)][2] and module.training and grad:
             about["masks"] = facts.checksum(torch.default_generator.get_state())
@@ -155,12 +154,6 @@ def rows_of(args, kwargs, place):
     fits = first is not None and facts.room("rows", place, len(first))
     most = None if facts.settings["values"] else facts.MOST_ROWS
     return facts.row_checksums(first, most) if fits else None
-
-
-def load(function, module, args, kwargs):
-    """Weights are loaded into a model."""
-    facts.note("loaded", where=facts.where())
-    return function(*args, **kwargs)
 
 
 def names_of(parameters):

@@ -6,10 +6,8 @@ both with one process. What nobody has edited must be the same in a play and in 
 
 import contextlib
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from threading import Barrier
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.watch import claims, facts
+from lockstep.watch.threads import Ranks
 
 
 class Update(NamedTuple):
@@ -67,12 +66,13 @@ def spoiled(everyone, alone):
 
 
 class Replica:
-    """DDP, as a rank has it that is a thread; `from_all` returns what all ranks hand in."""
+    """DDP, as a rank has it that is a thread of these."""
 
-    def __init__(self, from_all, model, init_sync=True):
-        self.from_all, self.module, self.waits = from_all, model, False
+    def __init__(self, ranks, model, init_sync=True):
+        self.ranks, self.module, self.waits = ranks, model, False
         self.rows, self.nbytes = [], 0  # since the last update
-        first = from_all([parameter.detach().clone() for parameter in model.parameters()])[0]
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        first = ranks.exchange("the first weights", own)[0]
         for parameter, value in zip(model.parameters(), first, strict=True):
             parameter.register_post_accumulate_grad_hook(self.average)
             if init_sync:
@@ -93,7 +93,7 @@ class Replica:
         """Take the mean over the ranks, if this backward sends."""
         if self.sends:
             self.nbytes += parameter.grad.nbytes
-            parameter.grad = torch.stack(self.from_all(parameter.grad)).mean(0)
+            parameter.grad = torch.stack(self.ranks.exchange("average", parameter.grad)).mean(0)
 
     def take_update(self):
         """Return the Update that was made, and begin the next one."""
@@ -108,27 +108,11 @@ def play(load, args, world_size):
     A script is a dictionary of its names. What it must have is join_group, dist, of which it may
     use what is here, DistributedDataParallel, and train_step(replica, ...), which makes an update.
     """
-    barrier, given = Barrier(world_size), [None] * world_size
-
-    def from_all(rank, value):
-        given[rank] = value
-        barrier.wait()  # all have come
-        everyone = given.copy()
-        barrier.wait()  # all have seen it
-        return everyone
-
-    def be_rank(rank):
-        try:
-            return play_rank(load(rank), args, rank, world_size, partial(from_all, rank))
-        except BaseException:
-            barrier.abort()  # nobody waits for this rank
-            raise
-
-    with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(be_rank, range(world_size)))
+    ranks = Ranks(world_size)
+    return ranks.play(lambda rank: play_rank(load(rank), args, rank, ranks))
 
 
-def play_rank(script, args, rank, world_size, from_all):
+def play_rank(script, args, rank, ranks):
     """Run a script's main(args) as one rank; return a list of Update."""
     seen, step = [], script["train_step"]
 
@@ -136,11 +120,12 @@ def play_rank(script, args, rank, world_size, from_all):
         step(replica, *others)
         seen.append(replica.take_update())
 
+    world_size = len(ranks.given)
     place = {"get_rank": lambda: rank, "get_world_size": lambda: world_size}
-    place |= {"all_reduce": lambda total: total.fill_(sum(from_all(total.item())))}
+    place |= {"all_reduce": ranks.all_reduce}
     place |= {"get_backend": lambda: "threads", "destroy_process_group": lambda: None}
     script["dist"] = SimpleNamespace(**place)
-    script["DistributedDataParallel"] = partial(Replica, from_all)
+    script["DistributedDataParallel"] = partial(Replica, ranks)
     script["join_group"] = lambda: (rank, world_size, torch.device("cpu"))
     script |= {"train_step": watched_step, "print": lambda *words: None}
     script["main"](args)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 from lockstep import ending
 from lockstep.watch import findings
@@ -17,7 +16,7 @@ def tell(args, job, ranks):
     if problem and job.on_cpu and re.search("cuda", problem, re.IGNORECASE):
         problem += " (GPUs are played by the CPU, and this is not)"
     if problem:
-        print(f"check: {args.script} could not be run to the end: {problem}", file=sys.stderr)
+        ending.say(f"check: {args.script} could not be run to the end: {problem}")
     report = findings.Report(stopped=bool(problem))
     started = args.nproc if job.launcher != "python" else None
     for one in ranks:
@@ -30,7 +29,7 @@ def tell(args, job, ranks):
         if problem and not any(rank.group for one in ranks for rank in one.values()):
             report.findings.clear()  # who joins nobody can't do as others do
         if problem:
-            print(f"check: {args.script}: {problem}", file=sys.stderr)
+            ending.say(f"check: {args.script}: {problem}")
     code = 2 if problem else 1 if wrong else 0
     tell_as = as_json if args.json else as_text
     tell_as(args, job, ranks, report, code)

@@ -57,7 +57,7 @@ def begin(iterate, loader, args, kwargs):
     with contextlib.suppress(TypeError, NotImplementedError):
         about["rows"] = len(data)
     about |= {"part": part_of(data), "iterable": isinstance(data, IterableDataset)}
-    about |= {"workers": loader.num_workers, "drop_last": loader.drop_last}
+    about["workers"] = loader.num_workers
     facts.note("epoch", loader=known[0], epoch=known[1], where=place, **about)
     return iterate()
 

@@ -5,57 +5,69 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 
-def play(dist, world_size, function, *args):
-    """Return [function(rank, world_size, *args) for each rank]; a rank is a thread, on the CPU.
-
-    For them `dist`, which is torch.distributed, has two collectives, all_gather and an all_reduce
-    that adds up. Raises what a rank raises, and RuntimeError if they call different collectives.
-    """
-    ranks = _Ranks(world_size)
-    ours = {"get_world_size": lambda: world_size, "get_rank": lambda: ranks.here.rank}
-    ours |= {"all_gather": ranks.all_gather, "all_reduce": ranks.all_reduce}
-    with patch.multiple(dist, **ours), ThreadPoolExecutor(world_size) as pool:
-        started = [pool.submit(ranks.be, rank, function, *args) for rank in range(world_size)]
-    errors = [rank.exception() for rank in started if rank.exception()]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error  # who broke the barrier, before those who found it broken
-    return [rank.result() for rank in started]
-
-
-class _Ranks:
-    """What threads hand to each other."""
+class Ranks:
+    """So many threads that hand values to each other."""
 
     def __init__(self, world_size):
         self.barrier, self.here = threading.Barrier(world_size), threading.local()
         self.given = [None] * world_size
 
-    def be(self, rank, function, *args):
+    def play(self, act):
+        """Return [act(rank) for each rank], a thread. Raises what a rank raises."""
+        with ThreadPoolExecutor(len(self.given)) as pool:
+            started = [pool.submit(self.be, rank, act) for rank in range(len(self.given))]
+        errors = [rank.exception() for rank in started if rank.exception()]
+        broken = threading.BrokenBarrierError
+        for error in sorted(errors, key=lambda error: isinstance(error, broken)):
+            raise error  # who broke the barrier, before those who found it broken
+        return [rank.result() for rank in started]
+
+    def be(self, rank, act):
         """Be a rank, in a thread."""
         self.here.rank = rank
         try:
-            result = function(rank, len(self.given), *args)
+            result = act(rank)
             self.exchange("nothing more", None)
             return result
         except BaseException:
-            self.barrier.abort()
+            self.barrier.abort()  # nobody waits for this rank
             raise
 
-    def exchange(self, name, tensor):
-        """Hand in a tensor; return those of all ranks, which must call the same collective."""
-        self.given[self.here.rank] = name, tensor
-        self.barrier.wait()
+    def exchange(self, name, value):
+        """Hand in a value; return those of all ranks, which must call the same `name`."""
+        self.given[self.here.rank] = name, value
+        self.barrier.wait()  # all have come
         everyone = self.given[:]
-        self.barrier.wait()
+        self.barrier.wait()  # all have seen it
         names = [name for name, _ in everyone]
         if len(set(names)) > 1:
             raise RuntimeError(f"of the ranks, each calls something else: {', '.join(names)}")
-        return [tensor for _, tensor in everyone]
+        return [value for _, value in everyone]
 
     def all_gather(self, tensors, tensor):
         """Fill `tensors` with those of all ranks."""
         for mine, theirs in zip(tensors, self.exchange("all_gather", tensor.detach()), strict=True):
             mine.copy_(theirs)
 
+    def all_gather_object(self, objects, own, group=None):
+        """Fill `objects` with those of all ranks."""
+        objects[:] = self.exchange("all_gather_object", own)
+
     def all_reduce(self, tensor):
         """Make `tensor` the sum over all ranks; autograd does not see it, as that of a group."""
         tensor.detach().copy_(sum(self.exchange("all_reduce", tensor.detach().clone())))
+
+
+def play(dist, world_size, function, *args):
+    """Return [function(rank, world_size, *args) for each rank]; a rank is a thread, on the CPU.
+
+    For them `dist`, which is torch.distributed, has all_gather, all_gather_object, and an
+    all_reduce that adds up. Raises what a rank raises, and RuntimeError if they call different
+    collectives.
+    """
+    ranks = Ranks(world_size)
+    ours = {"get_world_size": lambda: world_size, "get_rank": lambda: ranks.here.rank}
+    ours |= {"all_gather": ranks.all_gather, "all_reduce": ranks.all_reduce}
+    ours |= {"all_gather_object": ranks.all_gather_object}
+    with patch.multiple(dist, **ours):
+        return ranks.play(lambda rank: function(rank, world_size, *args))

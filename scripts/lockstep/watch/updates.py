@@ -132,7 +132,7 @@ def tell_of(known):
     """Write down what an optimizer has, at its first update."""
     known["told"] = True
     found = known["parameters"]
-    about = {"names": models.names_of(found), "type": type(known["optimizer"]).__name__}
+    about = {"names": models.names_of(found)}
     about["kinds"] = [str(p.dtype).removeprefix("torch.") for p in found]
     about["device"] = found[0].device.type
     about["wanted"] = [p.requires_grad for p in found]
