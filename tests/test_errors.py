@@ -67,6 +67,26 @@ class TwoHeads(nn.Module):
         return self.used(rows)
 
 
+class InAList(nn.Module):
+    """A model that keeps its layers in a list of some kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = kind([nn.Linear(2, 2)])
+
+
+def two_losses(model, together, rows=ROWS, **options):
+    """Send two losses of one forward backward, and return the gradient of the first parameter."""
+    out = model(rows)
+    first, second = out.mean(), out.pow(2).mean()
+    if together:
+        (first + second).backward()
+    else:
+        first.backward(**options)
+        second.backward()
+    return next(model.parameters()).grad
+
+
 def train(rows=ROWS, model=None, **options):
     replica = DistributedDataParallel(model or nn.Linear(2, 2), **options)
     for _ in range(2):
@@ -371,6 +391,14 @@ FAULTS = {
         lambda *it: sharded(*it).weight + torch.ones(2, 2),
         lambda *it: [sharded(*it)(ROWS), sharded(*it).weight.full_tensor() + torch.ones(2, 2)],
     ),
+    "Trying to backward through the graph a second time": (
+        lambda *_: two_losses(DistributedDataParallel(nn.Linear(2, 2)), together=False),
+        lambda *_: two_losses(DistributedDataParallel(nn.Linear(2, 2)), together=True),
+    ),
+    "optimizer got an empty parameter list": (
+        lambda *_: sgd(InAList(list)),
+        lambda *_: sgd(InAList(nn.ModuleList)),
+    ),
     "grad can be implicitly created only for scalar outputs": (
         lambda *_: nn.Linear(2, 2)(ROWS).backward(),
         lambda *_: nn.Linear(2, 2)(ROWS).mean().backward(),
@@ -587,6 +615,21 @@ def test_the_page_knows_what_a_fault_says_and_its_cure_cures_it(words, said):
     assert any(entry in found_in(fault) for fault, _ in said[words]), said[words]
     for _, cure in said[words]:
         assert entry not in found_in(cure) and RAISED not in cure, cure
+
+
+def gradients_of_two_losses(rank, world_size):
+    """Return this rank's gradients: of the losses together, and one after the other."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    rows = torch.full((4, 2), 1.0 + rank)
+    together = two_losses(model, True, rows).clone()
+    model.zero_grad()
+    return together, two_losses(model, False, rows, retain_graph=True).clone()
+
+
+def test_a_second_backward_with_retain_graph_is_not_averaged():
+    (mine, my_second), (other, other_second) = run(gradients_of_two_losses, 2)
+    assert torch.equal(mine, other) and not torch.allclose(my_second, other_second)
 
 
 def entry_with(words):

@@ -431,8 +431,39 @@ OF_ACCELERATE = "Command '['/x/bin/python', 'train.py']' died with <Signals.SIGS
 OF_LIGHTNING = """\
 [rank: 3] Child process with PID 77 terminated with code -9. Forcefully terminating all other
 """
+NO_DRIVER = """\
+/x/torch/cuda/__init__.py:7: UserWarning: CUDA initialization: The NVIDIA driver on your system is \
+too old (found version 9999). (Triggered internally at /src/CUDAFunctions.cpp:7.)
+  return torch._C._cuda_getDeviceCount() > 0
+"""
+FULL_BEFORE = """\
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/home/a/train.py", line 12, in main
+[rank3]:     dist.barrier()
+[rank3]: RuntimeError: CUDA error: out of memory
+[rank3]: CUDA kernel errors might be asynchronously reported at some other API call
+[rank0]: Traceback (most recent call last):
+[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:7, remote process \
+exited or there was a network error, NCCL version 2.27.5
+"""
+OF_A_LIBRARY = """\
+Traceback (most recent call last):
+  File "/home/a/train.py", line 12, in main
+    loss.backward()
+RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
+"""
 CUT_IN_THE_MIDDLE = "ERROR:torch.distributed.elastic.api:failed (exitcode: -9) local_ranka/bin\n"
 LOGS = {
+    "a warning from which errors follow": (
+        NO_DRIVER,
+        r"a process .* may have failed: (.|\n)*A newer driver",
+    ),
+    "a GPU that others have filled": (
+        FULL_BEFORE,
+        r"rank 3 failed: .*\n.*train.py:12, in main(.|\n)*an earlier job(.|\n)*"
+        r"rank 0 only felt it",
+    ),
+    "a library of the GPU": (OF_A_LIBRARY, r"a process .* failed: (.|\n)*smaller batch"),
     "a message that a box broke": (
         BROKEN_BY_A_BOX,
         r"a process .*failed: Run(.|\n)*use_reentrant=False",
@@ -574,6 +605,11 @@ LOGS = {
         r"no process tells of an error(.|\n)*but the log ends in the middle",
     ),
 }
+
+
+def test_an_error_comes_before_the_warning_from_which_it_may_follow():
+    said = told(NO_DRIVER + "Traceback (most recent call last):\nValueError: no GPU\n")
+    assert re.match(r"a process .* failed: ValueError(.|\n)*also said: The NVIDIA driver", said)
 
 
 @pytest.mark.parametrize("log", LOGS)

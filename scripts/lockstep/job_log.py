@@ -83,7 +83,8 @@ class Said(NamedTuple):
     """An error or a warning. `place` is the innermost line of yours in its traceback, if any.
 
     `doubt` is 0, or 1 for an error without a traceback that the page does not know, which may be a
-    line of a log that went on, or 2 for words of the page in a line that is no error.
+    line of a log that went on, or a warning from which errors may follow; or 2 for words of the
+    page in a line that is no error.
     """
 
     who: str
@@ -125,6 +126,7 @@ SERIOUS = re.compile(
     r"|Fatal|ERROR: |\S*python\S*: can't|.*death signal|\S+: error: |\S+:\d+:\d+ \[\d+\] )"
     r"|\w(Error|Exception)[:(]"
 )
+NO_GPU = re.compile("Warning: CUDA initialization: ")  # what fails later may follow from it
 OF_CPP = re.compile(r"\s*(\[?[WEIF]\d{3,4} |\[[WEIF] |what\(\)|terminate called)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 BY_LAUNCHER = re.compile(r"(rank \d+) failed: (.*)")
@@ -310,7 +312,7 @@ class Log:
             self.said[-1] = last._replace(text=text, role=entry.role, entry=entry, doubt=0)
             return
         serious = who.startswith("rank") or entry.role == errors.WARNING or SERIOUS.search(text)
-        doubt = 0 if serious else 2
+        doubt = 0 if serious else 1 if NO_GPU.search(text) else 2
         self.keep(Said(who, text.strip(), entry.role, entry, "", self.name, number, doubt))
 
     def find(self, text):
