@@ -210,7 +210,7 @@ def watch_replica(make, seen, args, rank, model, rate):
     alone, home = (pytorch_alone, "torch.optim") if in_torch else (paddle_alone, "paddle.optimizer")
     alone(model, rate)(*lesson.make_problem(args)[1][0])
     seen.update(alone=read(), updates=[0])
-    multiply(parameters.values(), 1 + rank)
+    fill(parameters, {name: w * (1 + rank) for name, w in first.items()})
     model.forward = counted
     sgd = importlib.import_module(home).SGD
     update, sgd.step = sgd.step, counted_update
@@ -218,10 +218,10 @@ def watch_replica(make, seen, args, rank, model, rate):
     return watched
 
 
-def multiply(parameters, factor):
-    """Multiply the parameters of a model of Paddle or PyTorch."""
-    for w in parameters:
-        new = w.detach().numpy() * factor
+def fill(parameters, values):
+    """Write these values into the parameters of a model of Paddle or PyTorch."""
+    for name, w in parameters.items():
+        new = values[name]
         w.set_value(new) if hasattr(w, "set_value") else w.data.copy_(w.new_tensor(new))
 
 
