@@ -632,6 +632,26 @@ def test_a_second_backward_with_retain_graph_is_not_averaged():
     assert torch.equal(mine, other) and not torch.allclose(my_second, other_second)
 
 
+def weights_of_a_cast_model(rank, world_size, after_wrapping):
+    """Return this rank's weights after a step of a model that was cast to 32 bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2).half()
+    wrapped = DistributedDataParallel(model) if after_wrapping else None
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    wrapped = wrapped or DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(torch.full((4, 2), 1.0 + rank)).square().sum().backward()
+    optimizer.step()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("after_wrapping", [False, True])
+def test_a_model_is_cast_before_ddp_wraps_it(after_wrapping):
+    mine, other = run(weights_of_a_cast_model, 2, after_wrapping)
+    assert torch.equal(mine, other) != after_wrapping
+
+
 def entry_with(words):
     """Return the entry of the page with these words, or that begins with them."""
     begin = words.removesuffix(" …")
