@@ -446,6 +446,18 @@ FULL_BEFORE = """\
 [rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:7, remote process \
 exited or there was a network error, NCCL version 2.27.5
 """
+SENT_IN_A_COLLECTIVE = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 10, in <module>
+[rank0]:     dist.all_gather_object(results, {"rank": rank})
+[rank0]: RuntimeError: [/src/gloo/unbound_buffer.cc:129] Timed out waiting 12000ms for send operation \
+to complete
+"""
+ENDED_WELL = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 11, in <module>
+[rank0]: RuntimeError: [/src/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9435.
+"""
 OF_A_LIBRARY = """\
 Traceback (most recent call last):
   File "/home/a/train.py", line 12, in main
@@ -462,6 +474,14 @@ LOGS = {
         FULL_BEFORE,
         r"rank 3 failed: .*\n.*train.py:12, in main(.|\n)*an earlier job(.|\n)*"
         r"rank 0 only felt it",
+    ),
+    "a collective, which sends": (
+        SENT_IN_A_COLLECTIVE,
+        r"rank 0 waited in vain(.|\n)*do: (.|\n)*If it calls a\s+collective: find out which rank",
+    ),
+    "the rank that left says nothing": (
+        ENDED_WELL,
+        r"rank 0 (.|\n)*it had fewer\s+batches(.|\n)*all\s+must\s+make\s+the\s+same\s+calls",
     ),
     "a library of the GPU": (OF_A_LIBRARY, r"a process .* failed: (.|\n)*smaller batch"),
     "a message that a box broke": (
