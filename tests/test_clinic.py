@@ -239,6 +239,14 @@ HANGS = {  # what ranks have left; whom that names; words that it says
         [],
         "which of ranks 0, 1",
     ),
+    "of two, one has made a call where the other has never been": (  # validation on rank 0
+        [
+            "7 all_reduce, " * 3 + "9 all_reduce, 7 all_reduce, 7 all_reduce, 7 all_reduce ...",
+            "7 all_reduce, " * 6 + "11 barrier ...",
+        ],
+        [],
+        "rank 0 was alone at all_reduce in group 0 at train.py:9, call 4 of group 0:",
+    ),
     "a message left out after two rounds": (  # what came before the first counts as a round
         [
             "6 recv<2, 9 broadcast, 6 recv<2, 9 broadcast, 6 recv<2 ...",

@@ -450,8 +450,8 @@ SENT_IN_A_COLLECTIVE = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "/home/a/train.py", line 10, in <module>
 [rank0]:     dist.all_gather_object(results, {"rank": rank})
-[rank0]: RuntimeError: [/src/gloo/unbound_buffer.cc:129] Timed out waiting 12000ms for send operation \
-to complete
+[rank0]: RuntimeError: [/src/gloo/unbound_buffer.cc:129] Timed out waiting 12000ms for send \
+operation to complete
 """
 ENDED_WELL = """\
 [rank0]: Traceback (most recent call last):

@@ -318,7 +318,7 @@ def against(row, waits, left):
     few, many = sorted(sides.values(), key=len) if len(sides) == 2 else ([], [])
     if len(few) == 1 < len(many) and all(call.number or call.peers for call in row.values()):
         return alone(few, many, row, left)
-    return [], read_all(row)
+    return [], read_all(row, left)
 
 
 def alone(few, many, row, left):
@@ -326,17 +326,24 @@ def alone(few, many, row, left):
     call = parting(few[0], row, left)
     elsewhere = all(row[rank].way != call.way for rank in many if rank in row)
     if been(few[0], call, left) and elsewhere:
-        return [], read_all(row)
+        return [], read_all(row, left)
     hint = f"rank {few[0]} is alone against {len(many)}, a strong hint: "
     hint += f"it differs from here on: {told(call)}"
     return few, [hint, "it is here, or before, that it has made a call too many, or left one out"]
 
 
-def read_all(row):
-    """Return the line that says that nobody can be named."""
+def read_all(row, left):
+    """Return the lines that say that nobody can be named, and where the ways have parted."""
     if not row:
         return ["no rank holds up another one, as far as their calls tell"]
-    return [f"which of {who(list(row))} is it? Their calls can't tell: read all their lines"]
+    calls = {rank: parting(rank, row, left) for rank in row}
+    earlier = [rank for rank in row if calls[rank] != row[rank]]
+    lines = [f"which of {who(list(row))} is it? Their calls can't tell: read all their lines"]
+    if len(earlier) == 1:
+        (rank,) = earlier
+        lines.append(f"rank {rank} was alone at {told(calls[rank])}, {place(calls[rank])}:")
+        lines.append("has it made that call too many there, or have the others left one out?")
+    return lines
 
 
 def been(rank, call, left):
