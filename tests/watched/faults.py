@@ -648,6 +648,13 @@ FAULTS = {
         WRONG,
         "",
     ),
+    "rank 1 ends after fewer calls of one line": (
+        H,
+        {END: "for batch in range(3 - rank):\n    dist.barrier()  # per batch\n" + END},
+        "messages differ",
+        WRONG,
+        "# per batch",
+    ),
     "rank 1 alone calls a helper once more": (
         H,
         {END: "def mean(x):\n    dist.all_reduce(x)\n\n\n" + ONCE_MORE},

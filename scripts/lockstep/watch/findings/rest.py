@@ -86,7 +86,8 @@ def compare_calls(calls, job, report):
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
             ways = {tuple(call["way"]) for call in here.values() if call}
             text = f"collective {number + 1} is not the same: {'; '.join(words)}"
-            return report.found("messages differ", WRONG, text, rarest(ways, calls))
+            place = rarest(ways, calls) or next(call["where"] for call in here.values() if call)
+            return report.found("messages differ", WRONG, text, place)
         ways = {tuple(call["way"]) for call in here.values()}
         if len(ways) > 1 and next(iter(here.values()))["name"] in ("all_reduce", "all_gather"):
             words = [f"rank {rank} {said(call)}" for rank, call in here.items()]
