@@ -458,6 +458,17 @@ ENDED_WELL = """\
 [rank0]:   File "/home/a/train.py", line 11, in <module>
 [rank0]: RuntimeError: [/src/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9435.
 """
+EMPTY = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/a/train.py", line 8, in <module>
+[rank1]:     torch.load(path)
+[rank1]: EOFError
+"""
+WORDS_OF_LOAD = (
+    "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format. "
+    "In PyTorch 2.6, we changed the default value"
+)
+TORN = EMPTY.replace("EOFError", WORDS_OF_LOAD)
 OF_A_LIBRARY = """\
 Traceback (most recent call last):
   File "/home/a/train.py", line 12, in main
@@ -483,6 +494,8 @@ LOGS = {
         ENDED_WELL,
         r"rank 0 (.|\n)*it had fewer\s+batches(.|\n)*all\s+must\s+make\s+the\s+same\s+calls",
     ),
+    "an empty file": (EMPTY, r"rank 1 failed: EOFError(.|\n)*several\s+ranks\s+write"),
+    "a torn file": (TORN, r"rank 1 failed: (.|\n)*several\s+ranks\s+write"),
     "a library of the GPU": (OF_A_LIBRARY, r"a process .* failed: (.|\n)*smaller batch"),
     "a message that a box broke": (
         BROKEN_BY_A_BOX,

@@ -176,6 +176,17 @@ model(torch.ones(4, 3)).sum().backward()
 optimizer.step()
 """
 
+A_NEW_LAYER = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+dist.init_process_group("gloo")
+folder = os.path.join(os.path.dirname(__file__), "saved")
+dcp.save({"body": torch.ones(1)}, checkpoint_id=folder)
+dcp.load({"head": torch.ones(1)}, checkpoint_id=folder)
+"""
+
 ONE_FAILS = """
 import torch
 import torch.distributed as dist
@@ -193,6 +204,7 @@ dist.all_reduce(torch.ones(1), async_op=True)
         ("import torch\nprint('hello')\n", "nothing to compare (it printed last: hello)"),
         ("import torch\n\nraise ValueError('too small')\n", "ValueError: too small, at train.py:3"),
         (ONE_PROCESS, "it trains in one process, and joins no group"),
+        (A_NEW_LAYER, "Missing key in checkpoint state_dict: head., at train.py:9"),
         (ONE_FAILS, "ValueError: too small, at train.py:6"),
         ("import torch\ntorch.cuda.CUDAGraph()\n", "GPUs are played by the CPU, and this is not"),
     ],

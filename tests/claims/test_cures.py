@@ -151,6 +151,8 @@ def test_a_block_in_two_reentrant_checkpoints():
         differences(checkpointed(2, True))
     between_ranks, to_one_process = differences(checkpointed(2, True, with_first=False))
     assert between_ranks > 0.01 and to_one_process > 0.01  # and not a word
+    with pytest.raises(RankFailed, match="mark a variable ready only once"):
+        differences(checkpointed(2, True, with_first=False), **FIND)  # without the flag: as above
     for with_first in (True, False):
         assert is_right(*differences(checkpointed(2, False, with_first)))
         assert is_right(*differences(checkpointed(2, True, with_first), static_graph=True))

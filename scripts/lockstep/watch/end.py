@@ -36,6 +36,7 @@ def note_error(error):
     """Write down an error, with the reader's own line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if facts.is_own(f.filename)]
     place = f"{facts.shown(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
+    error = ending.innermost(error)
     text = (str(error).strip().splitlines() or [""])[0][:300]
     facts.note("error", type=type(error).__name__, text=text, where=place)
 
