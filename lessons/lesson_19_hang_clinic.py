@@ -39,33 +39,38 @@ from torch import nn
 
 # --- The technique ---
 # In each rank, after init_process_group: leave_stacks(f"{folder}/stacks_{rank}") and
-# leave_calls(f"{folder}/calls_{rank}"), with fewer seconds than the timeout. When the job stands
-# still, lesson_19.sh --files reads what all have left. A roll call goes before a suspected line.
+# leave_calls(f"{folder}/calls_{rank}"), sooner than the timeout. Then: lesson_19.sh --files FOLDER.
 
-MESSAGES = ("send", "recv")
+MESSAGES = ("send", "recv", "recv_anysource")
 NOTES, NOTE_OF = deque(maxlen=2000), weakref.WeakKeyDictionary()  # of take_notes
 
 
 def leave_stacks(path, seconds=300):
-    """Write to `path` where this process stands: every `seconds`, and at `kill -USR1 PID`.
-
-    And when it is ended by C++ or a launcher. The first line says how many ranks there are.
-    """
+    """Write to `path` where this rank stands: every `seconds`, at `kill -USR1 PID`, at its end."""
     file = open(path, "w")  # noqa: SIM115  (it stays open)
     print(dist.get_world_size(), "ranks", file=file, flush=True)
     faulthandler.enable(file)  # if C++ aborts the process
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)  # a launcher ends it
     faulthandler.register(signal.SIGUSR1, file, all_threads=False)
-    faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
+    threading.Thread(target=write_stacks, args=(file, seconds), daemon=True).start()
     os.register_at_fork(after_in_child=leave_no_stacks)
 
 
-def leave_no_stacks():
-    """Write no more: a fork is not this rank, and where a process ends says nothing.
+def write_stacks(file, seconds):
+    """Write all stacks, again and again, with Python's lock: so no thread moves meanwhile."""
+    while True:
+        # This clock takes no lock: a rank that computes can die of it. So it is wound up anew, and
+        # rings only if this thread does not get the lock for long: then no other one moves either.
+        faulthandler.dump_traceback_later(seconds + 30, repeat=True, file=file)
+        time.sleep(seconds)
+        print("Stacks of all threads", file=file, flush=True)
+        faulthandler.dump_traceback(file)
 
-    A fork has to end by os._exit, as those of multiprocessing do: else Python 3.11 waits for the
-    thread of faulthandler's clock, which a fork has not.
-    """
+
+def leave_no_stacks():
+    """Write no more: a fork is not this rank, and where a process ends says nothing."""
+    # A fork has to end by os._exit, as those of multiprocessing do: Python 3.11 would wait for the
+    # thread of faulthandler's clock, which a fork has not.
     faulthandler.disable()
     faulthandler.unregister(signal.SIGTERM)
     faulthandler.unregister(signal.SIGUSR1)
@@ -104,10 +109,11 @@ def noting(name, call):
         if threading.current_thread() is not threading.main_thread():
             return work  # a listener may wait for ever
         with contextlib.suppress(Exception):  # no note is worth a job
-            peer = given[1] if name in MESSAGES else given[-1].rootRank
-            note = {"name": name, "peer": dist.get_global_rank(group, peer), "waits": False}
-            note |= {"group": group.group_name, "frames": way_here()}
-            note |= {"time_created_ns": time.time_ns()}
+            note = {"name": name, "waits": False, "group": group.group_name}
+            note |= {"frames": way_here(), "time_created_ns": time.time_ns()}
+            if name != "recv_anysource":
+                peer = given[1] if name in MESSAGES else given[-1].rootRank
+                note["peer"] = dist.get_global_rank(group, peer)
             note["number"] = group._get_sequence_number_for_group()
             NOTES.append(note)
             NOTE_OF[work] = note
@@ -133,8 +139,7 @@ def noting_groups(make):
         members = range(dist.get_world_size()) if ranks is None else ranks
         made.append(members)
         note = {"name": "new_group", "group": "new", "number": len(made), "waits": True}
-        note["members"] = tuple(members)
-        note |= {"frames": way_here(), "time_created_ns": time.time_ns()}
+        note |= {"members": tuple(members), "frames": way_here(), "time_created_ns": time.time_ns()}
         NOTES.append(note)
         group = make(ranks, *given, **options)
         note["waits"] = False
@@ -167,13 +172,9 @@ def leave_last_calls(path, writing):
 
 
 def write_calls(path, ended=False, before=None):
-    """Write recorder and notes of this rank to `path`, if it has called since `before` (or None).
-
-    The recorder is on unless TORCH_FR_BUFFER_SIZE=0.
-    """
+    """Write recorder and notes of this rank to `path`, if it has called since `before`, or None."""
     began = time.time()
-    unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
-    recorded = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    recorded = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # on by default
     dump = {"entries": []} | recorded | {"notes": list(NOTES)}  # before a call, it has no entries
     times = [call["time_created_ns"] / 1e9 for call in dump["entries"] + dump["notes"]]
     if before is not None and max(times, default=1) <= before:
@@ -181,6 +182,7 @@ def write_calls(path, ended=False, before=None):
     groups = dict(dist.distributed_c10d._world.pg_names)
     groups = {name: dist.get_process_group_ranks(group) for group, name in groups.items()}
     dump |= {"groups": groups, "ended": ended}
+    unfinished = Path(f"{path}.{threading.get_ident()}")  # we may be ended while we write
     unfinished.write_bytes(pickle.dumps(dump))
     os.utime(unfinished, (began, began))  # later calls are not in it; the first dump takes seconds
     unfinished.rename(path)
@@ -206,8 +208,7 @@ def early_stop(rank, world_size, steps, rows):
             break
         optimizer.zero_grad()
         loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+        dist.all_reduce(model.weight.grad)
         optimizer.step()
     dist.barrier()
 
@@ -237,8 +238,7 @@ def parse_args(argv=None):
     """Return the flags."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    files = "folder in which ranks leave their files; of the launcher: in which they have"
-    parser.add_argument("--files", metavar="FOLDER", help=files)
+    parser.add_argument("--files", metavar="FOLDER", help="for what ranks leave; it is read after")
     parser.add_argument("--limit", type=int, default=3, help="seconds of waiting: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="before the trouble: %(default)s")
     parser.add_argument("--batch-size", type=int, default=8, help="rows: %(default)s")

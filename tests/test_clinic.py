@@ -45,7 +45,8 @@ def leave_files(folder, *ranks, seconds=10, apart=0):
                 notes.append(call | {"number": made, "frames": frames, "waits": "..." in each})
             elif mark:
                 frames = [("/home/me/train.py", int(line), "train")]
-                call |= {"name": name, "peer": int(peer), "group": group, "number": number}
+                call |= {"name": name, "group": group, "number": number}
+                call |= {"peer": int(peer)} if peer else {}  # of recv from any: none
                 notes.append(call | {"frames": frames, "waits": each.endswith("...")})
             if mark in ("", "="):
                 counted[group] += 1
@@ -78,6 +79,7 @@ def test_a_list_counts_if_the_job_stood_still(tmp_path):
         assert clinic.tell(tmp_path) == named, (seconds, apart)
 
 
+EPOCH = "7 all_reduce, 7 all_reduce, 9 barrier"
 LOOP = "7 all_reduce, 7 all_reduce"
 TWO = "6 all_reduce, 6 all_reduce"
 STEP = "3 recv<1, 5 send>1, 7 all_reduce, "
@@ -254,7 +256,7 @@ HANGS = {  # what ranks have left; whom that names; words that it says
             "5 send>0, 9 broadcast, 5 send>0, 9 broadcast, 9 broadcast ...",
         ],
         [2],
-        "rank 2 has always called before it came here, and not this time: send to 0",
+        "rank 2 has always called before it came here, and not as often this time: send to 0",
     ),
     "a message left out after one round": (
         [
@@ -291,7 +293,7 @@ HANGS = {  # what ranks have left; whom that names; words that it says
         ["7 all_reduce, 9 barrier, " * 3 + "7 all_reduce ..."]
         + ["7 all_reduce, 9 barrier, " * 3 + "9 barrier ..."] * 2,
         [],  # or the one has called what was called in the first rounds only
-        "rank 2 has always called before it came here, and not this time: all_reduce in group 0",
+        "and not as often this time: all_reduce in group 0 at train.py:7",
     ),
     "one has called where it stood alone": (
         ["7 broadcast, 6 broadcast, 7 broadcast ..."]
@@ -315,7 +317,45 @@ HANGS = {  # what ranks have left; whom that names; words that it says
         [2],
         "rank 2 has ended",
     ),
-    "all have ended": ([f"{LOOP}; ended"] * 2, [], "no rank holds up another"),
+    "all have ended": ([f"{LOOP}; ended"] * 2, [], "all ranks have come to the end"),
+    "nobody waits for another one": ([f"{LOOP}; 40 get"] * 2, [], "no rank holds up another"),
+    "a thread has ended": (  # all wait for their threads, and these for that of rank 1
+        [f"{LOOP}, 6 all_reduce/1, 6 all_reduce/1 ...; 40 get", f"{LOOP}, 6 all_reduce/1; 40 get"],
+        [1],
+        "in another thread rank 0 waits for rank 1: all_reduce in group 1 at train.py:6",
+    ),
+    "a thread has never come there": (
+        [f"{LOOP}, 6 all_reduce/1 ...; 40 get", f"{LOOP}; 40 get"],
+        [],
+        "or the others made one too many?",
+    ),
+    "who has not sent, to one that takes from any": (
+        [
+            "3 recv_anysource<, 3 recv_anysource<, 8 broadcast, " * 2
+            + "3 recv_anysource< ...; 3 recv",
+            "5 send>0, 8 broadcast, " * 2 + "5 send>0, 8 broadcast ...",
+            "5 send>0, 8 broadcast, " * 2 + "8 broadcast ...",
+        ],
+        [2],
+        "rank 0 and rank 1 wait for each other: recv from any",
+    ),
+    "a slow one, awaited by one that takes from any": (
+        [
+            "3 recv_anysource<, 8 broadcast, 3 recv_anysource< ...; 3 recv",
+            "5 send>0, 8 broadcast, 5 send>0, 8 broadcast ...",
+            "5 send>0, 8 broadcast; 40 get",
+        ],
+        [2],
+        "or it is only slow",
+    ),
+    "after DDP's first epoch, which has other calls": (
+        [
+            f"7 all_reduce, 6 broadcast, 7 all_reduce, 9 barrier, {EPOCH}, {EPOCH}, {end} ..."
+            for end in (EPOCH, EPOCH, "7 all_reduce, 7 all_reduce, 7 all_reduce")
+        ],
+        [2],
+        "not as often this time: barrier in group 0 at train.py:9",
+    ),
     "a worker of a loader": (
         [f"{LOOP}, 7 all_reduce ...", f"{LOOP}; 40 _next_data@utils/data/dataloader"],
         [1],
@@ -461,15 +501,27 @@ reader.join()
 print(reader.exitcode, os.listdir(), open("stacks_0").read().split())
 print("torch._dynamo" in sys.modules)  # which optimizers import, and the list in its thread
 print([note["name"] for note in lesson.NOTES], dist.ProcessGroup.send.__name__)
+
+
+def deep(n):
+    return n and deep(n - 1)
+
+
+sys.setswitchinterval(1e-4)
+lesson.leave_stacks("stacks_busy", 0.001)
+while (text := open("stacks_busy").read()).count("(most recent call first)") < 600:
+    deep(500)
+print("Stacks of all threads" in text, "Timeout" in text)
 dist.destroy_process_group()
 """
 
 
-def test_a_process_that_reads_data_leaves_no_stack_of_its_own(tmp_path):
+def test_forks_leave_no_stacks_and_a_rank_that_computes_lives_on(tmp_path):
+    """faulthandler's clock, which takes no lock, kills this one after 10 to 300 stacks."""
     env = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "lessons")}
     ended = finish(start_program(sys.executable, "-c", FORKS, cwd=tmp_path, env=env))
-    said = "-15 ['stacks_0'] ['1', 'ranks']\nTrue\n['broadcast'] noted\n"
+    said = "-15 ['stacks_0'] ['1', 'ranks']\nTrue\n['broadcast'] noted\nTrue False\n"
     assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
     dump = pickle.loads((tmp_path / "calls_0").read_bytes())
-    (call,) = clinic.history(dump)
+    (call,) = clinic.history(dump, 0)
     assert (call.what, call.waits, dump["ended"]) == ("1 Float root 0", False, True)

@@ -147,7 +147,7 @@ def listen(path):
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     faulthandler.enable(file)
-    faulthandler.register(SIGNAL, file)
+    faulthandler.register(SIGNAL, file, all_threads=False)  # others may move, and we die of it
     os.write(file, b"listens\n")
 
 

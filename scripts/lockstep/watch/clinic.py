@@ -7,6 +7,7 @@ scripts/lesson_19.sh --files FOLDER calls that, and `judge` is what the check of
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import pickle
@@ -22,6 +23,8 @@ from lockstep.watch import facts
 
 HIDDEN = set()  # files that are not yours either: of a proof, on the way to the job that it starts
 PAIRS = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
+NOBODY = "no rank holds up another one, as far as their calls tell"
+ANY = "recv_anysource"  # of recv without `src`: its note has no peer
 MEETINGS = {*dist.distributed_c10d.__all__, "backward", "forward", "Work.wait"} - PAIRS
 UNLISTED = {"new_group", "monitored_barrier"}  # all must come to these; in no list, or too late
 LOADER = "DataLoader"  # there a rank waits for a process that reads its data
@@ -91,8 +94,8 @@ class Call(NamedTuple):
     waits: bool  # it has not come to its end
 
 
-def history(dump):
-    """Return the calls of one rank in their order: of groups by the recorder, the rest by notes."""
+def history(dump, rank):
+    """Return the calls of a rank in their order: of groups by the recorder, the rest by notes."""
     groups = dump["groups"]
     rooted = [note for note in dump["notes"] if "peer" in note]
     roots = {(note["group"], note["number"]): f"root {note['peer']}" for note in rooted}
@@ -116,7 +119,10 @@ def history(dump):
             way = "to" if note["name"] == "send" else "from"
             operation = f"{note['name']} {way} {note['peer']}"
             call = operation, note["group"], "", None, (note["peer"],), note["waits"]
-        if note["name"] in PAIRS or note["group"] == NEW:
+        if note["name"] == ANY:
+            others = tuple(other for other in groups.get(note["group"], ()) if other != rank)
+            call = "recv from any", note["group"], "", None, others, note["waits"]
+        if note["name"] in {*PAIRS, ANY} or note["group"] == NEW:
             calls.append((note["time_created_ns"], Call(way_of(note["frames"]), *call)))
     return [call for _, call in sorted(calls, key=lambda each: each[0])]
 
@@ -145,7 +151,7 @@ def read_left(folder):
             dump = pickle.loads(path.read_bytes())
             if dump["ended"] or stood_still(dump, path.stat().st_mtime):
                 dumps[rank] = dump
-    calls = {rank: history(dump) for rank, dump in dumps.items()}
+    calls = {rank: history(dump, rank) for rank, dump in dumps.items()}
     ended = [rank for rank, dump in dumps.items() if dump["ended"]]
     return {r: Left(own, calls.get(r), r in ended) for r, own in seen.items()}
 
@@ -269,6 +275,7 @@ def named_at_the_end(ends, waits, left):
         elif not left[end].ended:
             lines.append(f"if rank {end} waits for something there, a lock, a file, a queue: then")
             lines.append("the cause is who should have given it: another rank, or another thread")
+            lines.append("(or it is only slow: then it will be elsewhere when you look again)")
     return named if len(named) == len(ends) else [], lines
 
 
@@ -286,8 +293,30 @@ def named_in_a_circle(waits, left):
                 row |= {a: waits[a][0], b: waits[b][0]}
                 lines.append(f"rank {a} and rank {b} wait for each other: {told(row[a])}")
                 lines.append(f"    and {told(row[b])}")
+    if not row and not any(call for call, _ in waits.values()):
+        return named_in_other_threads(left)
     named, why = against(row, waits, left)
     return named, lines + why
+
+
+def named_in_other_threads(left):
+    """Return (who has not come to a collective that hangs in another thread, why)."""
+    rows = {}
+    for rank, own in left.items():
+        for call in own.calls:
+            if call.waits and call.number is not None:
+                rows.setdefault((call.group, call.number), {})[rank] = call
+    for (group, number), row in rows.items():
+        call = next(iter(row.values()))
+        come = {r for r in left for c in left[r].calls if c[2] == group and (c[4] or 0) >= number}
+        if missing := [rank for rank in call.peers if rank not in come]:
+            waiting = f"{who(list(row), 'waits', 'wait')} for {who(missing)}"
+            lines = [f"in another thread {waiting}: {told(call)}"]
+            if all(been(rank, call, left) for rank in missing):
+                return missing, [*lines, f"{who(missing)} came there before: has the thread ended?"]
+            return [], [*lines, "have they left this call out, or the others made one too many?"]
+    ended = all(own.ended for own in left.values())
+    return [], ["all ranks have come to the end of the program" if ended else NOBODY]
 
 
 def against(row, waits, left):
@@ -301,7 +330,7 @@ def against(row, waits, left):
     missing = {rank: left_out(left[rank].calls, call) for rank, call in row.items()}
     named = [rank for rank in row if missing[rank]]
     if named and len(named) < len(row):
-        always = "has always called before it came here, and not this time:"
+        always = "has always called before it came here, and not as often this time:"
         lines = [f"rank {rank} {always} {'; '.join(missing[rank])}" for rank in named]
         if 2 * len(named) < len(row) or len(row) == 2:
             return named, [*lines, "it has left that out, or has come here once too often"]
@@ -335,7 +364,7 @@ def alone(few, many, row, left):
 def read_all(row, left):
     """Return the lines that say that nobody can be named, and where the ways have parted."""
     if not row:
-        return ["no rank holds up another one, as far as their calls tell"]
+        return [NOBODY]
     calls = {rank: parting(rank, row, left) for rank in row}
     earlier = [rank for rank in row if calls[rank] != row[rank]]
     lines = [f"which of {who(list(row))} is it? Their calls can't tell: read all their lines"]
@@ -387,13 +416,14 @@ def missing_between(begin, rounds):
     Only what was there each time before counts, and that must have been twice at least.
     """
     *before, now = rounds or [[[], []]]
-    own = before[0][0] if before else []
-    if own and all(inside == own for inside, _ in before):
+    own = before[-1][0] if before else []
+    alike = list(itertools.takewhile(lambda each: each[0] == own, reversed(before)))
+    if own and (len(alike) > 1 or len(alike) == len(before)):  # those of DDP's first epoch differ
         parted = next((n for n, call in enumerate(now[0][: len(own)]) if call != own[n]), None)
-        if parted is not None and len(before) > 1:
+        if parted is not None and len(alike) > 1:
             return [own[parted]]
         if parted is None and len(now[0]) > len(own):  # two rounds in one: nothing came between
-            return list(always_after(begin, before))
+            return list(always_after(begin, alike))
     return list(always_after(begin, before[:-1]) - Counter(before[-1][1])) if before else []
 
 

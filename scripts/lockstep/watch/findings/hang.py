@@ -43,7 +43,7 @@ def held_up_by(job):
     for number, rank in job.items():
         calls = [] if rank.ended else None
         if rank.last_calls:
-            calls = clinic.history(pickle.loads(rank.last_calls))
+            calls = clinic.history(pickle.loads(rank.last_calls), number)
         left[number] = clinic.Left(clinic.looks(rank.stack), calls, bool(rank.ended))
     named, lines = clinic.judge(left)
     own = [line for line in lines if named and line.startswith(f"rank {named[0]} ")]
