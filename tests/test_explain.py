@@ -576,7 +576,7 @@ LOGS = {
     "srun's": (OF_SRUN, r"task 2 failed: exitcode : -9(.|\n)*memory was full"),
     "mpirun's": (
         MPIRUN,
-        r"rank 1 tells only what follows from(.|\n)*not a word of rank 0: ",
+        r"rank 1 told only what follows from(.|\n)*not a word of rank 0: ",
     ),
     "of pdsh": (HOSTS, r"host node-12 failed: KeyError(.|\n)*rank 11 only felt it: is setting"),
     "nccl's own": (OF_NCCL, r"local rank 3 failed: .*Cuda(.|\n)*local rank 0 only felt it: Conn"),

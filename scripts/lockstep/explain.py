@@ -63,7 +63,7 @@ HEADS = {
     errors.CAUSE: "failed",
     errors.MISMATCH: "met another rank in the wrong call; either of them can be the wrong one",
     errors.WAIT: "waited in vain, and no rank in this log says why",
-    errors.ECHO: "tells only what follows from another error, which is not in this log",
+    errors.ECHO: "told only what follows from something else, and that is not in this log",
 }
 
 
