@@ -52,7 +52,7 @@ def leave_stacks(path, seconds=300):
     faulthandler.enable(file)  # if C++ aborts the process
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)  # a launcher ends it
     faulthandler.register(signal.SIGUSR1, file, all_threads=False)
-    threading.Thread(target=write_stacks, args=(file, seconds), daemon=True).start()
+    threading.Thread(target=lambda: write_stacks(file, seconds), daemon=True).start()
     os.register_at_fork(after_in_child=leave_no_stacks)
 
 
