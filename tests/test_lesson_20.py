@@ -1,10 +1,8 @@
 """Lesson 20: each row goes to one worker of one rank, and the job goes on in the middle."""
 
-import lesson_20_feed_ranks as lesson
 import pytest
-import torch
-from breaks import check_breaks, verdicts_of_proof
-from lockstep import lessons, proofs
+from breaks import check_breaks
+from lockstep import lessons
 
 LESSON = lessons.find("20")
 SOURCE = LESSON.script.read_text()
@@ -14,7 +12,8 @@ TURN = "number >= first and (number - first) % workers == turn"
 OWN = '{self.seed} {epoch} {number} {self.rank}"'
 PLACE = "torch.zeros(2, dtype=torch.int64).share_memory_()"
 ORDER = "rows[self.lengths[rows].argsort(stable=True)]"
-FEW = "[: count * self.batch_size]"
+CUT = "[: count * self.batch_size]"
+SORTED = f"{CUT}\n        rows = {ORDER}"
 SUM = "    dist.all_reduce(found)"
 DRAWN = 'now["step"] * world_size + rank'
 BREAKS = {
@@ -29,7 +28,7 @@ BREAKS = {
     "workers that stay do not see the epoch": (PLACE, PLACE.replace(".share_memory_()", "")),
     "the epoch is not told": ('start_at(now["epoch"], now', "start_at(0, now"),
     "the place is not told": ('now["epoch"], now["batch"])', 'now["epoch"], 0)'),
-    "the place does not grow": ('now["batch"] += 1  #', "pass  #"),
+    "the place does not grow": ('now["batch"] += 1  #', 'now["batch"] = 1  #'),
     "the place is what workers have read": ('now["batch"] += 1  #', 'now["batch"] += 3  #'),
     "an order for each rank": (
         "partial(stream, files, seed=args.seed)",
@@ -58,7 +57,7 @@ BREAKS = {
     ),
     "by length, not sorted": (ORDER, "rows"),
     "by length, short rows first": ("rows[torch.randperm(count, generator=generator)]", "rows"),
-    "by length, the longest never come": (FEW, ""),
+    "by length, the longest never come": (SORTED, f"\n        rows = {ORDER}{CUT}"),
     "by length, trained batches come again": ("[self.first :]:", ":"),
     "torch's own generator": ("DataLoader(generator=own, ", "DataLoader("),
     "one seed for the workers of all ranks": (DRAWN, 'now["step"] * world_size'),

@@ -343,12 +343,13 @@ def rules_of_chance():
         source = lesson.Dealt(lambda _: lines, lambda _, chance: chance.random(), 6, rank, 2, seed)
         drawn += delivered(source, 0, epoch)
         same &= delivered(source, 3, epoch, 1) == drawn[-3:]
-    file = SimpleNamespace(read_text=lambda: "\n".join(lines))
-    orders = [[*lesson.stream([file, file], e, seed)] for seed in (0, 1) for e in range(20)]
+    files = [SimpleNamespace(read_text="\n".join(part).strip) for part in (lines[:12], lines[12:])]
+    orders = [[*lesson.stream(files, e, seed)] for seed in (0, 1) for e in range(20)]
     rules = {"two batches draw the same numbers": len(set(drawn)) == len(drawn) == 48}
     rules["after a stop, or in workers, a batch draws other numbers"] = same
     rules["an order of the stream comes twice"] = len(set(map(tuple, orders))) == 40
-    return rules | {"the stream loses lines": all(sorted(o) == sorted(2 * lines) for o in orders)}
+    rules["the files come in one order"] = len({order[0] in lines[:12] for order in orders}) == 2
+    return rules | {"the stream loses lines": all(sorted(o) == sorted(lines) for o in orders)}
 
 
 def rules_of_loader():
