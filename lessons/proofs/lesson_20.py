@@ -115,8 +115,9 @@ def judge(jobs, args, started, launcher):
         wrong.append(wrong_in_words(job, turn, args, started))
     if len(jobs) == 5:
         wrong += wrong_in_bits(jobs, size_of(args, started) // started)
-        claim += "; with {}, {} or {} workers, with a stop or without, the same bits".format(
-            *workers
+        *most, last = dict.fromkeys(map(str, workers[:3]))
+        claim += (
+            f"; with {', '.join(most)} or {last} workers, with a stop or without, the same bits"
         )
     if len(jobs) > 1:
         wrong.append(wrong_in_draws(jobs[-2:], args.workers))
