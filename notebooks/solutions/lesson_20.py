@@ -1,21 +1,34 @@
 """Solutions of the tasks of lesson 20, and their checks."""
 
+import inspect
 import itertools
+import logging
 import multiprocessing
 import random
+import warnings
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from nbtools import RankFailed, run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 def loader(data, batch_size, workers, **settings):
-    """Return a DataLoader whose workers are forks of this rank."""
+    """Return a DataLoader whose workers are forks of this rank, be they more than its cores."""
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     if workers:
         settings["multiprocessing_context"] = multiprocessing.get_context("fork")
     return DataLoader(data, batch_size, num_workers=workers, **settings)
+
+
+def stateful_loader(data, batch_size, workers):
+    """Return torchdata's loader, with workers that are forks, and without its warnings."""
+    warnings.filterwarnings("ignore", "'set_vital'|This DataLoader will create")
+    logging.disable(logging.WARNING)  # that it reads rows again that it had read
+    settings = {"collate_fn": list, "multiprocessing_context": "fork"}
+    return StatefulDataLoader(data, batch_size, num_workers=workers, **settings)
 
 
 def on_ranks(examine, *given):
@@ -281,6 +294,26 @@ def examine_job(rank, world_size, attempt):
 def check_job(attempt):
     """Return None if the attempt is right on 2 and 3 ranks, else one sentence."""
     return on_ranks(examine_job, attempt)
+
+
+def job_in_a_script():
+    """Return edits for the check: templates/smallest_ddp.py, with the faulty job as its data."""
+    job = inspect.getsource(Faulty).replace("class Faulty", "class Job")
+    return [
+        ("import torch\nimport", "import random\n\nimport torch\nimport"),
+        ("DataLoader, DistributedSampler", "DataLoader, IterableDataset"),
+        ("dist.init_process_group(", f"{job}\n\ndist.init_process_group("),
+        ("sampler = DistributedSampler(data)", "numbers = Job(list(range(len(data))))"),
+        (
+            "data, batch_size=10, sampler=sampler",
+            "numbers, 10, num_workers=2, persistent_workers=1",
+        ),
+        ("sampler.set_epoch(", "numbers.set_epoch("),
+        (
+            "for inputs, targets in loader:\n",
+            "for own in loader:\n        inputs, targets = data[own]\n",
+        ),
+    ]
 
 
 # What test_tasks.py asks: (check, solution) of each task.
