@@ -114,11 +114,11 @@ def deliver(function, iterator, args, kwargs):
         raise
     index = iterator._asked.popleft() if iterator._asked else None
     index = list(index) if isinstance(index, list | tuple) else [index]
-    if not facts.room("rows", loader, len(index)):
+    known = all(isinstance(one, int) for one in index)
+    marks = marks_of(batch, len(index) if known else None)
+    if not facts.room("rows", loader, len(index if known else marks or index)):
         iterator._epoch_now = None
         return batch
-    known = all(isinstance(one, int) for one in index)
-    marks = marks_of(batch, len(index)) if known else None
     rows = [number_in_whole(iterator._dataset, one) for one in index] if known else None
     facts.note("batch", loader=loader, epoch=epoch, rows=rows, marks=marks)
     return batch
@@ -134,12 +134,15 @@ def number_in_whole(data, row):
 
 
 def marks_of(batch, count):
-    """Return a checksum of each row's label: of the last tensor with so many rows; or None."""
+    """Return a checksum of each row's label: of the last tensor with so many rows; or None.
+
+    Of a stream the number of rows is that of the first tensor.
+    """
     import torch
     from torch.utils._pytree import tree_leaves
 
     leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
-    fitting = [x for x in leaves if len(x) == count]
+    fitting = [x for x in leaves if len(x) == (len(leaves[0]) if count is None else count)]
     return facts.row_checksums(fitting[-1]) if fitting else None
 
 
