@@ -161,7 +161,7 @@ def _label(axes, bars, start):
 def _legend(axes, kinds, told):
     texts = {kind: told.get(kind, LOOK[kind][2]) for kind in LOOK if kind in kinds}
     handles = [Patch(**hatch(kind), label=text) for kind, text in texts.items()]
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 4, "frameon": False}
     axes.legend(handles=handles, **place, borderpad=0, fontsize=9)
 
 
@@ -428,7 +428,7 @@ def readers(read, count, title, names=None):
         for row, often in enumerate(times):
             weight = "normal" if often == 1 else "bold"
             axes.text(row + 0.5, len(read) + 0.5, often, **SMALL, fontweight=weight)
-        axes.set(xlim=(0, count), ylim=(len(read) + 1, 0))
+        axes.set(xlim=(-0.02, count + 0.02), ylim=(len(read) + 1, 0))
         axes.set_xticks([row + 0.5 for row in range(count)], names or range(count), fontsize=8)
         axes.set_yticks([lane + 0.5 for lane in range(len(read) + 1)], [*read, "times read"])
         axes.set_xlabel("row; in a square stands the step in which its rank trains it")
