@@ -7,7 +7,7 @@ such as rows that fill no batch, is played with the script's own classes, in one
 """
 
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from lockstep.watch import claims, facts
 
 KEEP_VALUES = 10**9  # of the first two updates, and of the end
 LIMITS = {"--workers": (0, 64), "--steps": (2, 10**6), "--batch-size": (1, 10**6)}
-LIMITS |= {"--rows": (1, 10**6), "--seed": (0, 2**31)}
+LIMITS |= {"--rows": (1, 1000), "--seed": (0, 2**31)}
 
 
 # --- Flags ---
@@ -74,64 +74,64 @@ def batches_of(args, world_size):
 # --- The turns ---
 
 
+def plan(args):
+    """Return the turns: (what is trained, from which step to which, with how many workers)."""
+    half, end, workers = args.steps // 2, args.steps, args.workers
+    by_length = [("by length", 0, half, workers), ("by length", half, end, workers)]
+    if args.by_length:
+        return by_length
+    other = workers - 1 if workers else 1
+    stream = [("the stream", 0, half, workers), ("the stream", half, end, other)]
+    return [*stream, ("the stream without a stop", 0, end, 0), *by_length]
+
+
 def turns(args, world_size, place):
-    """Return what the ranks run, turn by turn; nobody gets a signal."""
+    """Return the flags of the ranks, turn by turn; nobody gets a signal."""
     if args.checkpoint is not None:
         return [([], 0)]
-    paths = [str(Path(place, name)) for name in ("stream.pt", "by_length.pt")]
-    stopped = [["--checkpoint", path] for path in paths]
-    half = ["--steps", str(args.steps // 2)]
-    fewer, none = (["--workers", str(count)] for count in workers_of(args)[1:])
-    found = [[*stopped[0], *half], [*stopped[0], *fewer], none]
-    found += [["--by-length", *stopped[1], *half], ["--by-length", *stopped[1]]]
-    return [(flags, 0) for flags in found]
-
-
-def workers_of(args):
-    """Return how many workers the turns of the stream have."""
-    return [args.workers, args.workers - 1 if args.workers else 1, 0]
+    found = []
+    for way, _, end, workers in plan(args):
+        flags = ["--steps", str(end), "--workers", str(workers)]
+        flags += ["--by-length"] if way == "by length" else []
+        if "without" not in way:
+            flags += ["--checkpoint", str(Path(place, f"{way}.pt"))]
+        found.append((flags, 0))
+    return found
 
 
 def judge(jobs, args, started, launcher):
     """Return the verdict on the jobs of all turns, each {rank: what was seen of it}."""
-    whole = args.checkpoint is None
-    claim = f"{started} ranks: each row once in an epoch"
-    half, all_steps = args.steps // 2, args.steps
-    spans = [(0, half), (half, all_steps), (0, all_steps), (0, half), (half, all_steps)]
-    if not whole:
-        spans = [(all_steps - len(jobs[0][0].updates), all_steps)]
-    wrong = wrong_in_turns(jobs, spans, started)
+    claim, of_turns = f"{started} ranks: each row once in an epoch", plan(args)
+    if args.checkpoint is not None:
+        begin = args.steps - len(jobs[0][0].updates)
+        way = "by length" if args.by_length else "the stream"
+        of_turns = [(way, begin, args.steps, args.workers)]
+    wrong = wrong_in_turns(jobs, of_turns, started)
     if wrong:
         return claims.Verdict(claim, [wrong], {}, [])
-    workers = [*workers_of(args), args.workers, args.workers] if whole else [args.workers]
-    wrong = [wrong_in_deal(jobs, args, started), wrong_in_evaluation(jobs)]
-    wrong += [
-        wrong_in_words(job, args, started, *of)
-        for job, *of in zip(jobs, spans, workers, strict=True)
-    ]
-    wrong += (
-        [
-            *wrong_in_bits(jobs, size_of(args, started) // started),
-            wrong_in_draws(jobs[3:], args.workers),
-        ]
-        if whole
-        else []
-    )
+    workers = [turn[3] for turn in of_turns]
+    wrong = [wrong_in_deal(jobs, of_turns, args, started), wrong_in_evaluation(jobs)]
+    for job, turn in zip(jobs, of_turns, strict=True):
+        wrong.append(wrong_in_words(job, turn, args, started))
+    if len(jobs) == 5:
+        wrong += wrong_in_bits(jobs, size_of(args, started) // started)
+        claim += "; with {}, {} or {} workers, with a stop or without, the same bits".format(
+            *workers
+        )
+    if len(jobs) > 1:
+        wrong.append(wrong_in_draws(jobs[-2:], args.workers))
     wrong = [*filter(None, wrong)] or wrong_in_plays()
-    numbers = {"world_size": started, "backend": jobs[0][0].group["backend"], "steps": all_steps}
+    numbers = {"world_size": started, "backend": jobs[0][0].group["backend"], "steps": args.steps}
     numbers |= {"device": jobs[0][0].optimizers[0]["device"], "workers": workers}
     numbers |= {"rows": len(lines_of(args)), "batches_per_epoch": batches_of(args, started)}
-    if whole:
-        counts = "{}, {} or {} workers".format(*workers)
-        claim += f"; with {counts}, with a stop or without, the same bits"
     return claims.Verdict(claim, wrong, numbers, [])
 
 
-def wrong_in_turns(jobs, spans, started):
+def wrong_in_turns(jobs, of_turns, started):
     """All ranks take all turns together, and make the steps of each, with equal replicas."""
-    if len(jobs) != len(spans):
-        return f"{len(jobs)} turns were taken, and not {len(spans)}"
-    for job, (begin, end) in zip(jobs, spans, strict=True):
+    if len(jobs) != len(of_turns):
+        return f"{len(jobs)} turns were taken, and not {len(of_turns)}"
+    for job, (_, begin, end, _) in zip(jobs, of_turns, strict=True):
         wrong = claims.wrong_in_group(job, started) or claims.wrong_in_count(job, end - begin)
         if wrong := wrong or claims.wrong_in_replicas(job):
             return wrong
@@ -158,20 +158,19 @@ def steps_of(jobs):
     return [step for job in jobs for step in zip(*map(trained, job.values()), strict=True)]
 
 
-def wrong_in_deal(jobs, args, started):
+def wrong_in_deal(jobs, of_turns, args, started):
     """In each way, over all its turns, each epoch deals all rows out, once, in a new order."""
     lines, size = lines_of(args), size_of(args, started)
     labels = lesson.make_batch(lines, left_out=0)[1]
     names = {mark: row for row, mark in enumerate(facts.row_checksums(labels, len(lines)))}
-    ways = {"the stream": (jobs[:2], False), "the stream without a stop": (jobs[2:3], False)}
-    ways["by length"] = jobs[3:], True
-    if args.checkpoint is not None:
-        ways = {"by length" if args.by_length else "the stream": (jobs, args.by_length)}
-    for way, (of, by_length) in ways.items():
+    lengths = [len(line.split()[1]) for line in lines]
+    for way in dict.fromkeys(turn[0] for turn in of_turns):
+        of = [job for job, turn in zip(jobs, of_turns, strict=True) if turn[0] == way]
         steps = [[[names.get(mark) for mark in rows] for rows in step] for step in steps_of(of)]
-        wrong = wrong_in_epochs(steps, len(lines), size, args.steps - len(steps))
-        lengths = [len(line.split()[1]) for line in lines]
-        wrong = wrong or (wrong_in_lengths(steps, lengths, len(lines) // size) if by_length else "")
+        begun = args.steps - len(steps)
+        wrong = wrong_in_epochs(steps, len(lines), size, begun)
+        if way == "by length":
+            wrong = wrong or wrong_in_lengths(steps, lengths, len(lines) // size, begun)
         if wrong:
             return f"{way}: {wrong}"
     return None
@@ -179,32 +178,36 @@ def wrong_in_deal(jobs, args, started):
 
 def wrong_in_epochs(steps, rows, size, begun):
     """All rows but those that fill no batch come once in an epoch, as many on each rank."""
-    per_epoch, orders = rows // size, set()
+    orders = set()
     for number, step in enumerate(steps, begun):
         if any(len(part) != size // len(step) for part in step):
             return f"step {number}: {[*map(len, step)]} rows, rank by rank, and not equally many"
-    skipped = -begun % per_epoch  # of an epoch that an earlier job has begun
-    for first in range(skipped, len(steps), per_epoch):
-        epoch = steps[first : first + per_epoch]
-        dealt = [*chain(*chain(*epoch))]
+    for epoch, of in by_epoch(steps, rows // size, begun):
+        dealt = [*chain(*chain(*of))]
         if None in dealt or len(set(dealt)) < len(dealt):
             again = len(dealt) - len(set(dealt))
-            return f"epoch {(begun + first) // per_epoch}: {again} rows came twice, or are unknown"
+            return f"epoch {epoch}: {again} rows came twice, or are unknown"
         if len(dealt) >= 8 and tuple(dealt[:8]) in orders:
-            return f"epoch {(begun + first) // per_epoch}: the order is that of an earlier one"
+            return f"epoch {epoch}: the order is that of an earlier one"
         orders.add(tuple(dealt[:8]))
     return None
 
 
-def wrong_in_lengths(steps, lengths, per_epoch):
+def by_epoch(steps, per_epoch, begun):
+    """Return the steps of each epoch, [(number, steps)]; the first may have begun before."""
+    numbered = groupby(enumerate(steps, begun), lambda pair: pair[0] // per_epoch)
+    return [(epoch, [step for _, step in pairs]) for epoch, pairs in numbered]
+
+
+def wrong_in_lengths(steps, lengths, per_epoch, begun):
     """By length: no batch reaches into another one's lengths, and they come in any order."""
     ascending = []
-    for first in range(0, len(steps) - per_epoch + 1, per_epoch):
-        batches = [[lengths[row] for row in chain(*step)] for step in steps[first:][:per_epoch]]
+    for epoch, of in by_epoch(steps, per_epoch, begun):
+        batches = [[lengths[row] for row in chain(*step)] for step in of]
         spans = [(min(batch), max(batch)) for batch in batches]
         ascending.append(spans == sorted(spans))
-        if any(b[0] < a[1] for a, b in zip(sorted(spans), sorted(spans)[1:], strict=False)):
-            return f"epoch {first // per_epoch}: long and short rows meet in a batch"
+        if any(b[0] < a[1] for a, b in pairwise(sorted(spans))):
+            return f"epoch {epoch}: long and short rows meet in a batch"
     if per_epoch > 3 and len(ascending) > 1 and all(ascending):
         return "short rows come first, in every epoch"
     return None
@@ -261,13 +264,14 @@ def wrong_in_evaluation(jobs):
     return None
 
 
-def wrong_in_words(job, args, started, span, workers):
+def wrong_in_words(job, turn, args, started):
     """Rank 0 tells how far it came, and the error of all rows."""
+    _, _, end, workers = turn
     letters, targets = lesson.make_batch(lesson.make_lines(37, args.seed + 1), left_out=0)
     with torch.no_grad(), suppress(KeyError):
         error = (model_of(job)(letters) - targets).double().square().mean().item()
-    epoch, batch = divmod(span[1] - 1, batches_of(args, started))
-    at = f"step {span[1]}, batch {batch + 1} of epoch {epoch}; error on 37 texts: "
+    epoch, batch = divmod(end - 1, batches_of(args, started))
+    at = f"step {end}, batch {batch + 1} of epoch {epoch}; error on 37 texts: "
     said = [event["text"] for event in job[0].of("said")]
     wanted = f"{started} ranks, {workers} workers each: {at}"
     if len(said) != 1 or not said[0].startswith(wanted):
@@ -343,12 +347,13 @@ def rules_of_chance():
         source = lesson.Dealt(lambda _: lines, lambda _, chance: chance.random(), 6, rank, 2, seed)
         drawn += delivered(source, 0, epoch)
         same &= delivered(source, 3, epoch, 1) == drawn[-3:]
-    file = SimpleNamespace(read_text=lambda: "\n".join(lines))
-    orders = [[*lesson.stream([file, file], e, seed)] for seed in (0, 1) for e in range(20)]
+    files = [SimpleNamespace(read_text="\n".join(part).strip) for part in (lines[:12], lines[12:])]
+    orders = [[*lesson.stream(files, e, seed)] for seed in (0, 1) for e in range(20)]
     rules = {"two batches draw the same numbers": len(set(drawn)) == len(drawn) == 48}
     rules["after a stop, or in workers, a batch draws other numbers"] = same
     rules["an order of the stream comes twice"] = len(set(map(tuple, orders))) == 40
-    return rules | {"the stream loses lines": all(sorted(o) == sorted(2 * lines) for o in orders)}
+    rules["the files come in one order"] = len({order[0] in lines[:12] for order in orders}) == 2
+    return rules | {"the stream loses lines": all(sorted(o) == sorted(lines) for o in orders)}
 
 
 def rules_of_loader():

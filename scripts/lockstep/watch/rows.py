@@ -58,6 +58,8 @@ def begin(iterate, loader, args, kwargs):
         about["rows"] = len(data)
     about |= {"part": part_of(data), "iterable": isinstance(data, IterableDataset)}
     about["workers"] = loader.num_workers
+    about |= {"stays": loader.persistent_workers and loader._iterator is not None}
+    about |= {"told": told(data), "own": sorted(own_generators(data))}
     facts.note("epoch", loader=known[0], epoch=known[1], where=place, **about)
     return iterate()
 
@@ -77,6 +79,33 @@ def reference(data):
         return weakref.ref(data)
     except TypeError:  # a list, for example
         return lambda: data
+
+
+def told(data):
+    """Return {name: value} of the plain attributes of a data set, such as its epoch."""
+    plain = (bool, int, float, str)
+    try:
+        found = {name: repr(one) for name, one in vars(data).items() if isinstance(one, plain)}
+    except TypeError:  # a list, for example
+        return {}
+    return {name: value[:80] for name, value in list(found.items())[:16]}
+
+
+def own_generators(data):
+    """Return {name: a number for its state} of the generators that a data set has of its own."""
+    import torch
+
+    found = {}
+    for name, one in getattr(data, "__dict__", {}).items():
+        if isinstance(one, torch.Generator):
+            found[name] = facts.checksum(one.get_state())
+        elif isinstance(one, random.Random):
+            found[name] = hash(one.getstate()[1])
+        elif type(one).__module__.startswith("numpy.random"):
+            state = getattr(one, "bit_generator", one)
+            state = state.state if hasattr(state, "state") else one.get_state()
+            found[name] = zlib.crc32(repr(state).encode())
+    return found
 
 
 def part_of(data):
@@ -153,21 +182,23 @@ def read(fetch, fetcher, args, kwargs):
     _looks.append(True)
     import torch
 
-    before = states()
+    before = states(fetcher.dataset)
     batch = fetch(*args, **kwargs)
-    after = states()
-    drawn = {source: state for source, state in before.items() if after[source] != state}
+    after = states(fetcher.dataset)
+    drawn = {source: state for source, state in before.items() if after.get(source) != state}
     if drawn:
-        worker = torch.utils.data.get_worker_info() is not None
-        facts.note("drawn", states=drawn, worker=worker)
+        worker = torch.utils.data.get_worker_info()
+        number = worker.id if worker else None
+        facts.note("drawn", states=drawn, worker=worker is not None, number_of=number)
     return batch
 
 
-def states():
+def states(data):
     """Return {source of random numbers: a number for its state}."""
     import torch
 
-    found = {"torch": facts.checksum(torch.default_generator.get_state())}
+    found = {f"its own {name}": state for name, state in own_generators(data).items()}
+    found["torch"] = facts.checksum(torch.default_generator.get_state())
     found["random"] = hash(random.getstate()[1])  # of whole numbers: the same in each process
     if "numpy" in sys.modules:
         _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
