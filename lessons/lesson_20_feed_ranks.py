@@ -197,6 +197,7 @@ def train_on(args, files, rank, world_size, device):
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.EmbeddingBag(9, 4, padding_idx=0, mode="mean"), nn.Linear(4, 1))
     replica = nn.parallel.DistributedDataParallel(model.to(device))
+    replica(torch.ones(1, 1, dtype=int, device=device)).backward()  # DDP sorts its bucket
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     source, options = make_source(args, files, rank, world_size)
     now = {"step": 0, "epoch": 0, "batch": 0, "batch_size": source.batch_size}
