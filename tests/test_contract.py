@@ -218,8 +218,8 @@ def test_technique_comes_first(lesson):
 def test_technique_is_what_a_reader_copies(lesson):
     """No generator, no claim code, no flag: the proof watches from outside, and has its breaks.
 
-    A context manager is written with one `yield`, and is no generator that a proof could step. Of an
-    `IterableDataset` PyTorch asks rows one by one, so there a generator is the technique.
+    A context manager is written with one `yield`, and is no generator that a proof could step. An
+    `IterableDataset` is asked for its rows one by one, so there a generator is the technique.
     """
     source = text_of(SCRIPTS[lesson])
     technique = technique_of(source)

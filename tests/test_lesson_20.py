@@ -95,8 +95,9 @@ BREAKS = {
 
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
-    """Five rows are left over in each epoch."""
-    check_breaks(20, BREAKS, nproc, "--workers", 1, "--rows", 101)
+    """Five rows are left over in each epoch, and the stop is in the second one."""
+    flags = "--workers 1 --rows 101 --batch-size 48 --steps 6"
+    check_breaks(20, BREAKS, nproc, *flags.split())
 
 
 @pytest.mark.parametrize("nproc, flags", [(2, ""), (1, "--steps 3 --workers 3")])

@@ -335,6 +335,10 @@ def rules_of_length():
     rows = [sorted(chain(*chain(*whole))) for whole, _ in found]
     rules = {"by length a rank has not its part": all(len(set(one)) == 8 for one in rows)}
     rules["by length some rows never come"] = len(set(chain(*rows))) == 10
+    firsts = [[sorted(chain(*step)) for step in zip(*whole, strict=True)] for whole, _ in found]
+    apart = all(a[-1] < b[0] for steps in firsts for a, b in pairwise(sorted(steps)))
+    rules["by length long and short rows meet in a batch"] = apart
+    rules["by length short rows come first"] = len({a < b for a, b in firsts}) == 2
     goes_on = all([one[1:] for one in whole] == rest for whole, rest in found)
     return rules | {"by length a stop changes the rows": goes_on}
 

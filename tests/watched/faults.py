@@ -245,6 +245,18 @@ FAULTS = {
         NOT_MEANT,
         "DataLoader(data",
     ),
+    "an epoch in a tensor that is not shared": (
+        S,
+        {
+            "    epoch = 0\n": "    def __init__(self):\n        self.epoch = torch.zeros(1)\n",
+            "self.epoch)": "int(self.epoch))",
+            "data.epoch = epoch": "data.epoch.fill_(epoch)",
+            "num_workers=2": "num_workers=2, persistent_workers=True",
+        },
+        "order repeats",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
     "a stream in one order": (
         S,
         {"data.epoch = epoch": "pass"},

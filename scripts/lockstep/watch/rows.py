@@ -82,13 +82,19 @@ def reference(data):
 
 
 def told(data):
-    """Return {name: value} of the plain attributes of a data set, such as its epoch."""
-    plain = (bool, int, float, str)
-    try:
-        found = {name: repr(one) for name, one in vars(data).items() if isinstance(one, plain)}
-    except TypeError:  # a list, for example
-        return {}
-    return {name: value[:80] for name, value in list(found.items())[:16]}
+    """Return {name: value} of attributes of a data set of which each worker has a copy.
+
+    Plain ones, such as an epoch, and small tensors that are not in shared memory.
+    """
+    import torch
+
+    found = {}
+    for name, one in getattr(data, "__dict__", {}).items():
+        if isinstance(one, bool | int | float | str):
+            found[name] = repr(one)[:80]
+        elif isinstance(one, torch.Tensor) and one.numel() <= 16 and not one.is_shared():
+            found[name] = repr(one.tolist())
+    return dict(list(found.items())[:16])
 
 
 def own_generators(data):

@@ -39,8 +39,9 @@ def random_numbers(job, report):
     if all(drawn) and all(epochs):
         if same := set.intersection(*drawn):
             kinds = ", ".join(sorted({source for source, _ in same}))
-            who = "workers" if ranks[0].drawn[0]["worker"] else "ranks"
-            text = f"the {who} of all ranks draw the same random numbers ({kinds}) for their rows"
+            workers = any(e["worker"] and same & {*e["states"].items()} for e in ranks[0].drawn)
+            who = "the workers of all ranks" if workers else "all ranks"
+            text = f"{who} draw the same random numbers ({kinds}) for their rows"
             report.found("same random numbers", NOT_MEANT, text, epochs[0]["where"])
         elif same := drawn_by_several_workers(ranks[0]):
             text = f"the workers of a rank draw the same random numbers ({', '.join(same)})"
