@@ -168,6 +168,10 @@ def flat(lists):
     return [*itertools.chain.from_iterable(lists)]
 
 
+def of_workers(count):
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
 def told(batches):
     return f"{batches[:3]}{' ...' if len(batches) > 3 else ''}"
 
@@ -178,7 +182,7 @@ def wrong_after(whole, taken, workers, found):
         return None
     rows, left = flat(found), flat(whole[taken:])
     how = "the right rows in other batches" if sorted(rows) == sorted(left) else "other rows"
-    text = f"with {workers} workers, after {taken} batches come {how}"
+    text = f"with {of_workers(workers)}, taken = {taken}: next come {how}"
     return f"{text}: {told(found)}, and not {told(whole[taken:])}"
 
 
@@ -287,7 +291,7 @@ def examine_job(rank, world_size, attempt):
         dist.all_gather_object(ranks, rows_of_epochs(attempt, workers, persistent))
         if problem := wrong_in_epochs(ranks):
             kept = ", kept alive," if persistent else ""
-            return f"{workers} workers{kept} on each rank: {problem}"
+            return f"{of_workers(workers)}{kept} on each rank: {problem}"
     return None
 
 
