@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -265,6 +266,7 @@ def run_watched(rank, world_size, sources, places, flags, values, machines, turn
     from lockstep.watch import facts, hooks
 
     ended, begun = {}, False
+    multiprocessing.set_start_method("fork", force=True)  # a loader's worker can't import a source
     if ports:
         dist.destroy_process_group()
     all_turns = [(name, n, turn) for name in sources for n, turn in enumerate(turns[name])]

@@ -218,14 +218,17 @@ def test_technique_comes_first(lesson):
 def test_technique_is_what_a_reader_copies(lesson):
     """No generator, no claim code, no flag: the proof watches from outside, and has its breaks.
 
-    A context manager is written with one `yield`, and is no generator that a proof could step.
+    A context manager is written with one `yield`, and is no generator that a proof could step. An
+    `IterableDataset` is asked for its rows one by one, so there a generator is the technique.
     """
     source = text_of(SCRIPTS[lesson])
     technique = technique_of(source)
     contexts = len(re.findall(r"@contextlib.contextmanager\n *def ", technique))
     assert len(re.findall(r"^ +yield$", technique, re.MULTILINE)) == contexts
     technique = re.sub(r"^ +yield$", "", technique, count=contexts, flags=re.MULTILINE)
-    assert not re.search(r"\byield\b|\bargs\b|\b[A-E]\d{1,2}\b", technique)
+    if "(IterableDataset):" not in technique:
+        assert not re.search(r"\byield\b", technique)
+    assert not re.search(r"\bargs\b|\b[A-E]\d{1,2}\b", technique)
     assert source.endswith(END_OF_SCRIPT)
     assert f"check_breaks({int(lesson)}, BREAKS" in text_of(ROOT / f"tests/test_lesson_{lesson}.py")
 

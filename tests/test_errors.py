@@ -49,11 +49,31 @@ ROWS = torch.ones(4, 2)
 class Numbers(IterableDataset):
     """The numbers 0 to 7: all of them for each rank, or each rank its own."""
 
-    def __init__(self, rank=0, world_size=1):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank=0, world_size=1, length=8):
+        self.rank, self.world_size, self.length = rank, world_size, length
+
+    def __len__(self):
+        return self.length
 
     def __iter__(self):
         return itertools.islice(iter(range(8)), self.rank, None, self.world_size)
+
+
+def all_of(loader):
+    """Ask a loader how long it is, then read all rows."""
+    return len(loader), list(loader)
+
+
+def goes_on_with(before, after):
+    """Leave a StatefulDataLoader after a row, and go on with another number of workers."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    fork = {n: {"multiprocessing_context": "fork"} if n else {} for n in (before, after)}
+    old = StatefulDataLoader(range(8), num_workers=before, **fork[before])
+    next(iter(old))
+    new = StatefulDataLoader(range(8), num_workers=after, **fork[after])
+    new.load_state_dict(old.state_dict())
+    return list(new)
 
 
 class TwoHeads(nn.Module):
@@ -432,6 +452,30 @@ FAULTS = {
         lambda *_: DataLoader(Numbers(), shuffle=True),
         None,
     ),
+    "DataLoader with IterableDataset: expected unspecified batch_sampler": (
+        lambda *_: DataLoader(Numbers(), batch_sampler=[[0, 1]]),
+        None,
+    ),
+    "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last": (
+        lambda *_: DataLoader(range(8), batch_size=2, batch_sampler=[[0, 1]]),
+        lambda *_: DataLoader(range(8), batch_sampler=[[0, 1]]),
+    ),
+    "persistent_workers option needs num_workers > 0": (
+        lambda *_: DataLoader(range(8), persistent_workers=True),
+        lambda *_: DataLoader(range(8), persistent_workers=False),
+    ),
+    "prefetch_factor option could only be specified in multiprocessing": (
+        lambda *_: DataLoader(range(8), prefetch_factor=2),
+        lambda *_: DataLoader(range(8), prefetch_factor=None),
+    ),
+    "State doesn't contain key '_snapshot' expected": (
+        lambda *_: goes_on_with(0, 1),
+        lambda *_: goes_on_with(1, 1),
+    ),
+    "State doesn't contain key '_num_yielded' expected": (
+        lambda *_: goes_on_with(1, 0),
+        lambda *_: goes_on_with(0, 0),
+    ),
     "sampler option is mutually exclusive with shuffle": (
         lambda *_: DataLoader(range(8), sampler=DistributedSampler(range(8)), shuffle=True),
         lambda *_: DataLoader(range(8), sampler=DistributedSampler(range(8), shuffle=True)),
@@ -534,6 +578,10 @@ FAULTS = {
         lambda *_: train(),
     ),
     "which does not belong to the given group": (only_in([0], [0, 1]), only_in([0], [0])),
+    "Length of IterableDataset … was reported to be … samples have been fetched": (
+        lambda *_: all_of(DataLoader(Numbers(length=7))),
+        lambda *_: all_of(DataLoader(Numbers())),
+    ),
     "This DataLoader will create … worker processes": (
         lambda *_: DataLoader(range(8), num_workers=10**4),
         None,

@@ -7,6 +7,7 @@ bars      heights by name, in charts side by side
 matrices  a product of matrices, and which rank holds which part of each
 verdicts  a table of words, one colour and hatch for each word
 shares    which part of something each rank holds
+readers   which rows each rank and worker reads, and how often each is read
 curves    numbers over numbers, in black
 stair     bars, each of which begins where the one above ends
 
@@ -36,6 +37,7 @@ __all__ = [
     "hatch",
     "lanes",
     "matrices",
+    "readers",
     "record",
     "rounds",
     "shares",
@@ -159,7 +161,7 @@ def _label(axes, bars, start):
 def _legend(axes, kinds, told):
     texts = {kind: told.get(kind, LOOK[kind][2]) for kind in LOOK if kind in kinds}
     handles = [Patch(**hatch(kind), label=text) for kind, text in texts.items()]
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 3, "frameon": False}
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 4, "frameon": False}
     axes.legend(handles=handles, **place, borderpad=0, fontsize=9)
 
 
@@ -404,6 +406,37 @@ def shares(axes, held, looks):
     ranks = range(len(held))
     axes.set(ylim=(len(held), 0), yticks=[rank + 0.45 for rank in ranks])
     axes.set(yticklabels=[f"rank {rank}" for rank in ranks])
+
+
+def readers(read, count, title, names=None):
+    """Draw which rows each lane reads, and below how often each row is read; return the figure.
+
+    read    {lane: [(step, rows)]}, lanes from top to bottom, the rank's number first in a lane's
+            name: "rank 1, worker 0"; a step is one of the rank, a row is a whole number
+    count   how many rows there are
+    names   what stands below the rows, in place of their numbers
+    """
+    squares = [(at, *one) for at, lane in enumerate(read.values()) for one in lane]
+    times = [sum(rows.count(row) for _, _, rows in squares) for row in range(count)]
+    colours = [PARTS[int(name.split()[1].strip(",")) % len(PARTS)][0] for name in read]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.35 + 0.3 * len(read)))
+        for lane, step, row in ((lane, step, row) for lane, step, rows in squares for row in rows):
+            style = {"facecolor": colours[lane], "edgecolor": "black", "linewidth": 0.6}
+            axes.add_patch(plt.Rectangle((row, lane + 0.06), 1, 0.88, **style))
+            axes.text(row + 0.5, lane + 0.5, step, **SMALL | {"color": "black"})
+        for row, often in enumerate(times):
+            weight = "normal" if often == 1 else "bold"
+            axes.text(row + 0.5, len(read) + 0.5, often, **SMALL, fontweight=weight)
+        axes.set(xlim=(-0.02, count + 0.02), ylim=(len(read) + 1, 0))
+        axes.set_xticks([row + 0.5 for row in range(count)], names or range(count), fontsize=8)
+        axes.set_yticks([lane + 0.5 for lane in range(len(read) + 1)], [*read, "times read"])
+        axes.set_xlabel("row; in a square stands the step in which its rank trains it")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, loc="left", fontweight="bold")
+        figure.tight_layout()
+    return figure
 
 
 def curves(lines, title, height=3.4, **settings):

@@ -55,6 +55,17 @@ TENSOR_PARALLEL = (
     "torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module"
 )
 FSDP = "for layer in (model[0], model[2], model):\n    fully_shard(layer, mesh=mesh)\n"
+NOISY_STREAM = {
+    "yield row, ": "yield row + 0.1 * torch.randn(5), ",
+    "torch.manual_seed(0)\nmodel": "torch.manual_seed(rank)\nmodel",
+}
+OWN_GENERATOR = {
+    "    def __len__": (
+        "    def __init__(self):\n        self.chance = torch.Generator().manual_seed(0)\n\n"
+        "    def __len__"
+    ),
+    "torch.randn(5)": "torch.randn(5, generator=self.chance)",
+}
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
 FAULTS = {
@@ -188,7 +199,7 @@ FAULTS = {
         {"rank * worker.num_workers + worker.id, world_size *": "worker.id,"},
         "same rows",
         WRONG,
-        "DataLoader(Stream",
+        "DataLoader(data",
     ),
     "a stream not split by worker": (
         S,
@@ -199,7 +210,72 @@ FAULTS = {
         },
         "workers repeat rows",
         WRONG,
-        "DataLoader(Stream",
+        "DataLoader(data",
+    ),
+    "a stream with noise, not split by rank": (
+        S,
+        NOISY_STREAM | {"rank * worker.num_workers + worker.id, world_size *": "worker.id,"},
+        "same rows",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "a stream with noise, not split by worker": (
+        S,
+        NOISY_STREAM
+        | {
+            "rank * worker.num_workers + worker.id, world_size * worker.num_workers": (
+                "rank, world_size"
+            )
+        },
+        "workers repeat rows",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "parts of a stream overlap": (
+        S,
+        {"rank * worker.num_workers + worker.id": "rank + worker.id"},
+        "rows twice",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "workers that stay never see the epoch": (
+        S,
+        {"num_workers=2": "num_workers=2, persistent_workers=True"},
+        "order repeats",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "an epoch in a tensor that is not shared": (
+        S,
+        {
+            "    epoch = 0\n": "    def __init__(self):\n        self.epoch = torch.zeros(1)\n",
+            "self.epoch)": "int(self.epoch))",
+            "data.epoch = epoch": "data.epoch.fill_(epoch)",
+            "num_workers=2": "num_workers=2, persistent_workers=True",
+        },
+        "order repeats",
+        NOT_MEANT,
+        "DataLoader(data",
+    ),
+    "a stream in one order": (
+        S,
+        {"data.epoch = epoch": "pass"},
+        "not shuffled",
+        TO_KNOW,
+        "DataLoader(data",
+    ),
+    "a stream tested in parts that overlap": (
+        S,
+        {
+            "epoch = 0": "epoch = fewer = 0",
+            "part::parts]": "part :: parts - self.fewer]",
+            END: "data.fewer = 1\nmodel.eval()\nwith torch.no_grad():\n"
+            "    for inputs, _ in DataLoader(data, 4, num_workers=2):\n        model(inputs)\n"
+            "dist.all_reduce(torch.ones(2))\n" + END,
+        },
+        "rows tested twice",
+        NOT_MEANT,
+        "in DataLoader(data",
     ),
     # --- Gradients ---
     "no DDP": (
@@ -586,6 +662,20 @@ FAULTS = {
         NOT_MEANT,
         "DataLoader(Noisy",
     ),
+    "a generator of the data set's own, alike on all ranks": (
+        N,
+        OWN_GENERATOR,
+        "same random numbers",
+        NOT_MEANT,
+        "DataLoader(Noisy",
+    ),
+    "a generator of the data set's own, alike in all workers": (
+        N,
+        {text: other.replace("seed(0)", "seed(rank)") for text, other in OWN_GENERATOR.items()},
+        "same random numbers",
+        NOT_MEANT,
+        "DataLoader(Noisy",
+    ),
     # --- Memory ---
     "a rank has a larger optimizer": (
         H,
@@ -718,6 +808,40 @@ CLEAN = {
     "as they are: by hand": (H, {}),
     "as they are: a stream": (S, {}),
     "as they are: noise": (N, {}),
+    "as they are: a stream whose workers stay, and see the epoch": (
+        S,
+        {
+            "epoch = 0": "epoch = torch.zeros(1, dtype=torch.int64).share_memory_()",
+            "self.epoch)": "int(self.epoch))",
+            "data.epoch = epoch": "data.epoch.fill_(epoch)",
+            "num_workers=2": "num_workers=2, persistent_workers=True",
+        },
+    ),
+    "as they are: a stream with noise": (S, NOISY_STREAM),
+    "a stream with equal rows": (
+        S,
+        {"        order =": "        rows[32:] = rows[:32]\n        order ="},
+        "rows twice",
+    ),
+    "a stream whose labels number the rows of each part": (
+        S,
+        {
+            "for row in rows[": "for number, row in enumerate(rows[",
+            "part::parts]]": "part::parts]])",
+            "yield row, row.sum(0, keepdim=True)": "yield row, torch.tensor([float(number)])",
+        },
+    ),
+    "a generator that each worker makes": (
+        N,
+        {
+            "        row = self.rows": (
+                "        if not hasattr(self, 'chance'):\n            self.chance = "
+                "torch.Generator().manual_seed(torch.initial_seed())\n        row = self.rows"
+            ),
+            "torch.randn(5)": "torch.randn(5, generator=self.chance)",
+        },
+        "same random numbers",
+    ),
     "as they are: shards": (F, {}),
     "as they are: a board on rank 0": (
         D,

@@ -29,13 +29,14 @@ class Rank:
                 take(event)
 
     def take_epoch(self, event):
-        event |= {"batches": [], "trains": False, "over": False}
+        event |= {"batches": [], "marks": [], "trains": False, "over": False}
         self._open[event["loader"], event["epoch"]] = event
         self.epochs.append(event)
 
     def take_batch(self, event):
         self._last = self._open[event["loader"], event["epoch"]]
         self._last["batches"].append(event["rows"])
+        self._last["marks"].append(event["marks"] or [])
         self._batch = event["rows"]
         self.forwards.append(event)
 

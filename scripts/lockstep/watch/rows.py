@@ -58,6 +58,8 @@ def begin(iterate, loader, args, kwargs):
         about["rows"] = len(data)
     about |= {"part": part_of(data), "iterable": isinstance(data, IterableDataset)}
     about["workers"] = loader.num_workers
+    about |= {"stays": loader.persistent_workers and loader._iterator is not None}
+    about |= {"told": told(data), "own": sorted(own_generators(data))}
     facts.note("epoch", loader=known[0], epoch=known[1], where=place, **about)
     return iterate()
 
@@ -77,6 +79,39 @@ def reference(data):
         return weakref.ref(data)
     except TypeError:  # a list, for example
         return lambda: data
+
+
+def told(data):
+    """Return {name: value} of attributes of a data set of which each worker has a copy.
+
+    Plain ones, such as an epoch, and small tensors that are not in shared memory.
+    """
+    import torch
+
+    found = {}
+    for name, one in getattr(data, "__dict__", {}).items():
+        if isinstance(one, bool | int | float | str):
+            found[name] = repr(one)[:80]
+        elif isinstance(one, torch.Tensor) and one.numel() <= 16 and not one.is_shared():
+            found[name] = repr(one.tolist())
+    return dict(list(found.items())[:16])
+
+
+def own_generators(data):
+    """Return {name: a number for its state} of the generators that a data set has of its own."""
+    import torch
+
+    found = {}
+    for name, one in getattr(data, "__dict__", {}).items():
+        if isinstance(one, torch.Generator):
+            found[name] = facts.checksum(one.get_state())
+        elif isinstance(one, random.Random):
+            found[name] = hash(one.getstate()[1])
+        elif type(one).__module__.startswith("numpy.random"):
+            state = getattr(one, "bit_generator", one)
+            state = state.state if hasattr(state, "state") else one.get_state()
+            found[name] = zlib.crc32(repr(state).encode())
+    return found
 
 
 def part_of(data):
@@ -114,11 +149,11 @@ def deliver(function, iterator, args, kwargs):
         raise
     index = iterator._asked.popleft() if iterator._asked else None
     index = list(index) if isinstance(index, list | tuple) else [index]
-    if not facts.room("rows", loader, len(index)):
+    known = all(isinstance(one, int) for one in index)
+    marks = marks_of(batch, len(index) if known else None)
+    if not facts.room("rows", loader, len(index if known else marks or index)):
         iterator._epoch_now = None
         return batch
-    known = all(isinstance(one, int) for one in index)
-    marks = marks_of(batch, len(index)) if known else None
     rows = [number_in_whole(iterator._dataset, one) for one in index] if known else None
     facts.note("batch", loader=loader, epoch=epoch, rows=rows, marks=marks)
     return batch
@@ -134,12 +169,15 @@ def number_in_whole(data, row):
 
 
 def marks_of(batch, count):
-    """Return a checksum of each row's label: of the last tensor with so many rows; or None."""
+    """Return a checksum of each row's label: of the last tensor with so many rows; or None.
+
+    Of a stream the number of rows is that of the first tensor.
+    """
     import torch
     from torch.utils._pytree import tree_leaves
 
     leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
-    fitting = [x for x in leaves if len(x) == count]
+    fitting = [x for x in leaves if len(x) == (len(leaves[0]) if count is None else count)]
     return facts.row_checksums(fitting[-1]) if fitting else None
 
 
@@ -150,21 +188,23 @@ def read(fetch, fetcher, args, kwargs):
     _looks.append(True)
     import torch
 
-    before = states()
+    before = states(fetcher.dataset)
     batch = fetch(*args, **kwargs)
-    after = states()
-    drawn = {source: state for source, state in before.items() if after[source] != state}
+    after = states(fetcher.dataset)
+    drawn = {source: state for source, state in before.items() if after.get(source) != state}
     if drawn:
-        worker = torch.utils.data.get_worker_info() is not None
-        facts.note("drawn", states=drawn, worker=worker)
+        worker = torch.utils.data.get_worker_info()
+        number = worker.id if worker else None
+        facts.note("drawn", states=drawn, worker=worker is not None, number_of=number)
     return batch
 
 
-def states():
+def states(data):
     """Return {source of random numbers: a number for its state}."""
     import torch
 
-    found = {"torch": facts.checksum(torch.default_generator.get_state())}
+    found = {f"its own {name}": state for name, state in own_generators(data).items()}
+    found["torch"] = facts.checksum(torch.default_generator.get_state())
     found["random"] = hash(random.getstate()[1])  # of whole numbers: the same in each process
     if "numpy" in sys.modules:
         _, numbers, place, *_ = sys.modules["numpy"].random.get_state()

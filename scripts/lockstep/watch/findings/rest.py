@@ -35,12 +35,16 @@ def random_numbers(job, report):
     epochs = [next((e for e in rank.epochs if e["trains"]), None) for rank in ranks]
     if len(ranks) < 2:
         return
-    drawn = [{pair for e in rank.drawn for pair in e["states"].items()} for rank in ranks]
+    drawn = [{pair for e in rank.drawn for pair in used(e, rank).items()} for rank in ranks]
     if all(drawn) and all(epochs):
         if same := set.intersection(*drawn):
             kinds = ", ".join(sorted({source for source, _ in same}))
-            who = "workers" if ranks[0].drawn[0]["worker"] else "ranks"
-            text = f"the {who} of all ranks draw the same random numbers ({kinds}) for their rows"
+            workers = any(e["worker"] and same & {*e["states"].items()} for e in ranks[0].drawn)
+            who = "the workers of all ranks" if workers else "all ranks"
+            text = f"{who} draw the same random numbers ({kinds}) for their rows"
+            report.found("same random numbers", NOT_MEANT, text, epochs[0]["where"])
+        elif same := drawn_by_several_workers(ranks[0]):
+            text = f"the workers of a rank draw the same random numbers ({', '.join(same)})"
             report.found("same random numbers", NOT_MEANT, text, epochs[0]["where"])
     elif all(epochs):
         report.look("random numbers while rows are read: none of torch, numpy or random are drawn")
@@ -49,6 +53,22 @@ def random_numbers(job, report):
         place = next(f["where"] for f in ranks[0].forwards if f.get("masks"))
         text = "all ranks draw the same dropout masks: they have the same seed"
         report.found("same random numbers", TO_KNOW, text, place)
+
+
+def used(event, rank):
+    """Return the sources that were drawn from, without generators that only tests have."""
+    own = {f"its own {name}" for e in rank.epochs if e["trains"] for name in e["own"]}
+    states = event["states"].items()
+    return {name: state for name, state in states if not name.startswith("its own") or name in own}
+
+
+def drawn_by_several_workers(rank):
+    """Return the sources from which several workers of a rank draw the same numbers."""
+    seen = defaultdict(set)
+    for event in rank.drawn:
+        for pair in used(event, rank).items():
+            seen[pair].add(event["number_of"])
+    return sorted({source for (source, _), workers in seen.items() if len(workers - {None}) > 1})
 
 
 def messages(job, report):

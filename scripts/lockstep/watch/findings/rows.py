@@ -5,6 +5,7 @@ from itertools import chain
 
 from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, sharded, share_rows
 
+BY_LABELS = ", by their labels (right, if labels only number the rows of a part)"
 PARTS = "rows: the same on all ranks, as it should be where they hold parts of the same layers"
 
 
@@ -201,13 +202,21 @@ def contents(job, report):
     report.look(f"contents of the rows in {len(steps)} training forwards of each rank")
     if any(e["trains"] and None not in e["batches"] for e in ranks[0].epochs):
         return None  # their numbers were compared
-    streams = [e for e in ranks[0].epochs if e["iterable"] and e["trains"]]
-    place = streams[0]["where"] if streams else calls[0][0]["where"]
+    streams = [[e for e in rank.epochs if e["iterable"] and e["trains"]] for rank in ranks]
+    if all(streams):
+        return judge_streams(ranks, streams, report)
+    return judge_contents(shown, ranks, calls[0][0]["where"], report)
+
+
+def judge_contents(shown, ranks, place, report, labels=False):
+    """Compare what the ranks were given, step by step, by numbers that stand for rows."""
+    steps = [one for one in zip(*shown, strict=False) if all(one)]
     sets = [set(flat(rows or [] for rows in one)) for one in shown]
     both, fewest = set.intersection(*sets), min(map(len, sets))
-    strength = WRONG if share_rows(ranks) and fewest > 1 else NOT_MEANT
+    strength = WRONG if share_rows(ranks) and fewest > 1 and not labels else NOT_MEANT
     other = "" if strength == WRONG else " (right, if they share each layer's work)"
-    if all(part == one[0] for one in steps for part in one):
+    other = BY_LABELS if labels else other
+    if steps and all(part == one[0] for one in steps for part in one):
         if strength == NOT_MEANT and sharded(ranks):
             return report.look(PARTS)
         text = f"all ranks trained on the same {len(both):,} rows in {len(steps)} forwards{other}"
@@ -215,19 +224,75 @@ def contents(job, report):
     elif fewest >= 4 and len(both) > 0.9 * fewest:
         text = f"all ranks trained on the same {len(both):,} rows, in another order{other}"
         report.found("all rows on each rank", strength, text, place)
-    for epoch in streams:
-        judge_workers(ranks[0], epoch, report)
     return None
 
 
-def judge_workers(rank, epoch, report):
+def judge_streams(ranks, streams, report):
+    """Compare what came of streams, by their first epoch: in the next one parts may be others."""
+    place, first = streams[0][0]["where"], [of[0] for of in streams]
+    ways = [[given(rank, epoch) for rank, epoch in zip(ranks, first, strict=True)]]
+    if all(labels_tell_rows_apart(epoch) for epoch in first):
+        ways.append([epoch["marks"] for epoch in first])  # also where rows are drawn anew
+    for labels, shown in enumerate(ways):
+        judge_contents(shown, ranks, place, report, labels)
+        judge_overlap(shown, place, report)
+        judge_workers(shown[0], first[0], report, labels)
+    pairs = zip(streams[0], streams[0][1:], strict=False)
+    for number, (old, new) in enumerate(pairs, 1):
+        judge_stream_order(ranks[0], number, old, new, report)
+
+
+def given(rank, epoch):
+    """Return what a model got in training in an epoch: [rows of each forward]."""
+    calls = [f for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
+    return [f["rows"] or [] for f in calls if f["train"] and f["grad"]]
+
+
+def labels_tell_rows_apart(epoch):
+    """Return whether so many labels differ that a label stands for a row, also a repeated one."""
+    labels = flat(epoch["marks"])
+    return len(set(labels)) >= max(16, 0.9 * len(labels) / max(1, epoch["workers"]))
+
+
+def judge_overlap(shown, place, report):
+    """Say whether parts of a stream that should be apart have rows in common."""
+    rows = [flat(one) for one in shown]
+    once = all(len(set(one)) == len(one) >= 8 for one in rows)  # else the data has equal rows
+    twice = len(flat(rows)) - len(set(flat(rows)))
+    fewest = min(map(len, rows))
+    if once and 0.1 * fewest < twice <= 0.9 * fewest:
+        text = f"{twice:,} rows of the stream came on two ranks: parts of it overlap"
+        report.found("rows twice", NOT_MEANT, f"{text}, or it has equal rows", place)
+
+
+def judge_workers(shown, epoch, report, labels=False):
     """Say whether each worker of a stream reads all of its rows."""
-    own = [f["rows"] or [] for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
-    times = Counter(flat(own))
+    times = Counter(flat(shown))
     if epoch["workers"] > 1 and len(times) > 1 and min(times.values()) >= epoch["workers"]:
         text = f"each row came {min(times.values())} times on one rank,"
-        text += f" from {epoch['workers']} workers"
-        report.found("workers repeat rows", WRONG, text, epoch["where"])
+        text += f" from {epoch['workers']} workers{BY_LABELS if labels else ''}"
+        report.found("workers repeat rows", NOT_MEANT if labels else WRONG, text, epoch["where"])
+
+
+def judge_stream_order(rank, number, old, new, report):
+    """Compare the order of an epoch of a stream with that of the one before."""
+    if old["loader"] != new["loader"]:
+        return
+    ways = [[flat(given(rank, epoch)) for epoch in (old, new)]]
+    if all(labels_tell_rows_apart(epoch) for epoch in (old, new)):
+        ways.append([flat(epoch["marks"]) for epoch in (old, new)])
+    count = min(len(one) for of in ways for one in of)
+    if count < 8 or not any(a[:count] == b[:count] and len(set(a)) > 3 for a, b in ways):
+        return
+    text = f"epoch {number} has the order of epoch {number - 1}"
+    names = [name for name, value in new["told"].items() if old["told"].get(name) != value]
+    if names and new["stays"]:
+        why = (
+            f"{names[0]} was changed, but workers that stay keep the data set that they began with"
+        )
+        report.found("order repeats", NOT_MEANT, f"{text}: {why}", new["where"])
+    else:
+        report.found("not shuffled", TO_KNOW, f"{text}: rows are not shuffled", new["where"])
 
 
 def evaluation(job, report):
@@ -239,25 +304,35 @@ def evaluation(job, report):
     if len(ranks) == 1 or not all(used):
         return report.look("the evaluation: one rank does it")
     of_ranks = [of[0] for of in used]
-    if any(None in one["batches"] for one in of_ranks):
-        return report.not_seen("rows of the evaluation: an IterableDataset has no numbers")
-    dealt, first = [flat(one["batches"]) for one in of_ranks], of_ranks[0]
+    first, place = of_ranks[0], of_ranks[0]["where"]
+    stream = any(None in one["batches"] for one in of_ranks)
+    if stream:  # it has no numbers: what the model got stands for them
+        dealt = [flat(seen_in(rank, one)) for rank, one in zip(ranks, of_ranks, strict=True)]
+    else:
+        dealt = [flat(one["batches"]) for one in of_ranks]
     report.look(f"the evaluation: {[len(one) for one in dealt]} rows by rank")
     if all(set(one) == set(dealt[0]) for one in dealt):
         return None  # each rank evaluates all rows
-    if same_data(ranks, first["loader"]) in ("other", "perhaps other") and not first["replicas"]:
+    known = stream or first["replicas"]
+    if not known and same_data(ranks, first["loader"]) in ("other", "perhaps other"):
         return None  # each rank has rows of its own
     twice = len(flat(dealt)) - len(set(flat(dealt)))
     if twice:
         rows = "row of the evaluation was" if twice == 1 else "rows of the evaluation were"
-        text = f"{twice} {rows} counted twice: its sampler fills up"
-        report.found("rows tested twice", NOT_MEANT, text, first["where"])
+        why = "its parts overlap, or it has equal rows" if stream else "its sampler fills up"
+        report.found("rows tested twice", NOT_MEANT, f"{twice} {rows} counted twice: {why}", place)
     if any("calls" in rank.left_out for rank in ranks):
         return None
     if all(sends_nothing_after(rank, e) for rank, e in zip(ranks, of_ranks, strict=True)):
         text = "each rank evaluated its own rows, and sent no number to the others"
-        report.found("counts stay at home", NOT_MEANT, text, first["where"])
+        report.found("counts stay at home", NOT_MEANT, text, place)
     return None
+
+
+def seen_in(rank, epoch):
+    """Return what a model got without gradients in an epoch: [rows of each forward]."""
+    calls = [f for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
+    return [f["rows"] or [] for f in calls if not f["grad"]]
 
 
 def tests(rank, epoch):
