@@ -70,6 +70,7 @@ TABLE = (
     Lesson("17", "ddp_from_scratch", TORCHRUN, WATCHED),
     Lesson("18", "sharding", TORCHRUN, WATCHED),
     Lesson("19", "hang_clinic", ITSELF, WATCHED),
+    Lesson("21", "half_precision", TORCHRUN, WATCHED),
 )
 
 
