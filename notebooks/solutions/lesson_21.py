@@ -142,7 +142,8 @@ class Job:
         self.twins = torch.optim.SGD(self.twin.parameters(), lr=0.1)
         self.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         self.data = torch.randn(5, world_size, 3, 4, 9, generator=generator).double()
-        self.data[3] *= 0.05  # small gradients, which are not clipped
+        self.data *= 5
+        self.data[3] *= 0.01  # small gradients, which are not clipped
         self.data[1, world_size - 1, 1, 2, 3] = math.inf  # step 2, in a micro-batch of one rank
 
     def micro_batches(self, step, rank):
