@@ -173,7 +173,7 @@ def wrong_in_gradients(offs, dtype):
 # --- What threads play ---
 
 
-def wrong_in_plays(ranks):
+def wrong_in_plays(ranks=2):
     """Return what is wrong with the hook, the decision, the factor, and a step of one rank."""
     return [*wrong_in_hook(ranks), *wrong_in_decision(ranks), *wrong_in_factor(), *wrong_in_step()]
 
@@ -236,6 +236,11 @@ class Alone(nn.Sequential):
         super().__init__(*lesson.make_model(0))
         self.types = []
         self[0].register_forward_hook(lambda _, inputs, made: self.types.append(made.dtype))
+
+    @property
+    def module(self):
+        """It is what DDP would have inside."""
+        return self
 
     def no_sync(self):
         """It never sends."""
