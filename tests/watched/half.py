@@ -1,11 +1,17 @@
-"""A clean script in float16: autocast, a scaler, clipping, and gradients that are sent as bfloat16."""
+"""A clean script in float16: autocast, a scaler, clipping; gradients are sent as bfloat16."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def send_in(dtype, bucket):
+    half = (bucket.buffer() / dist.get_world_size()).to(dtype)
+    sent = dist.all_reduce(half, async_op=True).get_future()
+    return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -16,7 +22,7 @@ sampler = DistributedSampler(data)
 loader = DataLoader(data, 8, sampler=sampler)
 model = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 1))
 replica = DistributedDataParallel(model)
-replica.register_comm_hook(None, bf16_compress_hook)
+replica.register_comm_hook(torch.bfloat16, send_in)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 for epoch in range(3):
