@@ -183,7 +183,8 @@ def from_the_mean(one, ranks, what="means"):
             continue
         right = sum(u["own"][n] for u in one) / len(one)
         scale = sum(u["own_norms"][n] for u in one) / len(one) + 1e-30
-        close = CLOSE.get(kind, 0.05) * scale
+        sent_in = "bfloat16" if ranks[0].hooked else kind  # or in whatever a hook sends
+        close = max(CLOSE.get(kind, 0.05), CLOSE.get(sent_in, 0.05)) * scale
         if any(abs(mean - right) > close for mean in means):
             away.append(n)
         if abs(right) > 20 * close:
