@@ -1,8 +1,10 @@
 """Lesson 21: half precision on N ranks, and each part of it taken away."""
 
 import pytest
-from breaks import check_breaks
-from lockstep import lessons
+import torch
+from breaks import check_breaks, verdicts_of_proof
+from conftest import run_lesson, run_warm
+from lockstep import lessons, proofs
 
 LESSON = lessons.find("21")
 SOURCE = LESSON.script.read_text()
@@ -72,3 +74,73 @@ BREAKS = {
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
     check_breaks(21, BREAKS, nproc, "--steps", 8, "--rows", 4)
+
+
+@pytest.mark.parametrize(
+    "nproc, flags",
+    [(1, "--dtype bfloat16"), (2, "--dtype float32 --micro-batches 1"), (4, "--seed 3 --rows 2")],
+)
+def test_other_sizes_and_types_pass_too(nproc, flags):
+    ((passed, claim),) = verdicts_of_proof(LESSON, {"": SOURCE}, nproc, flags.split(), 1).values()
+    assert passed and claim.startswith(f"{nproc} ranks train in "), claim
+
+
+def test_default_run(default_run):
+    facts = default_run(21).json
+    assert (facts["world_size"], facts["backend"], facts["dtype"]) == (2, "gloo", "float16")
+    assert (facts["skipped"], facts["factor"], facts["bytes_sent"]) == (1, 2.0**17, 2 * 12480)
+    assert 1e-5 < facts["max_gradient_off"] < 0.01
+
+
+@pytest.mark.gpu
+def test_on_gpus_the_updates_are_those_of_one_process():
+    facts = run_lesson(21, "--nproc", min(4, torch.cuda.device_count()), "--json").json
+    assert (facts["backend"], facts["device"], facts["passed"]) == ("nccl", "cuda", True)
+
+
+BAD = ["--dtype float64", "--dtype half", "--steps 3", "--rows 1", "--micro-batches 0"]
+BAD += ["--factor 0", "--factor 2.5", "--factor 10000", "--factor -4096", "--factor 99999999"]
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_values_cost_one_line(capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        proofs.read_flags(LESSON.script, flags.split(), 2, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "error: " in line and flags.split()[0] in line
+
+
+# --- The technique in a project of one's own ---
+
+PROJECT = """
+
+if __name__ == "__main__":
+    rank, world_size, device = join_group("gloo")
+    torch.manual_seed(0)
+    rows = torch.randn(64, 6)
+    rows[9] = 1e5  # beyond float16, in each epoch, on rank 1
+    mine = rows[rank::world_size].split(8)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
+    replica, scale = DistributedDataParallel(model), LossScale(2.0**14, patience=5)
+    replica.register_comm_hook(torch.bfloat16, send_in)
+    adam, skipped = torch.optim.AdamW(model.parameters(), lr=0.01), 0
+    for epoch in range(40):
+        for part in mine:
+            pairs = [(some, some.sum(1, keepdim=True)) for some in part.split(4)]
+            loss, finite = train_step(replica, adam, scale, pairs, torch.float16, 1.0)
+            skipped += not finite
+    rows = rows[10:]
+    with torch.no_grad():
+        loss = mse_loss(model(rows), rows.sum(1, keepdim=True)).item()
+    print(skipped >= 40, loss < 0.6, f"{loss:.17g}", scale.factor)  # 6 untrained
+    dist.destroy_process_group()
+"""
+
+
+def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
+    file = tmp_path / "project.py"
+    file.write_text(SOURCE.partition("# --- The example ---")[0] + PROJECT)
+    (code, zero), (other, one) = run_warm(file, 2)
+    assert (code, other) == (0, 0) and zero == one  # one model, and one factor
+    assert zero.split()[:2] == ["True", "True"], zero

@@ -222,10 +222,10 @@ def wrong_in_decision(ranks):
 def wrong_in_factor():
     """The factor is halved after an overflow, and doubled after so many others without a break."""
     scale, factors = lesson.LossScale(8.0, patience=3), []
-    for finite in map(int, "110111011111"):
+    for finite in map(int, "1101110111111"):
         scale.update(bool(finite))
         factors.append(scale.factor)
-    right = [8, 8, 4, 4, 4, 8, 4, 4, 4, 8, 8, 8]
+    right = [8, 8, 4, 4, 4, 8, 4, 4, 4, 8, 8, 8, 16]
     return claims.broken({f"its factors are {factors}, not {right}": factors == right})
 
 
@@ -256,6 +256,8 @@ def wrong_in_step():
         def step(rank, *_, dtype=dtype):
             model = Alone()
             begin = copy.deepcopy(model.state_dict())
+            for parameter in model.parameters():  # of the step before
+                parameter.grad = torch.full_like(parameter, math.nan)
             mine = [(rows[rank : rank + 1], targets[rank : rank + 1]) for rows, targets in parts]
             sgd = torch.optim.SGD(model.parameters(), lr=1.0)
             _, finite = lesson.train_step(model, sgd, lesson.LossScale(), mine, dtype, 1.0)

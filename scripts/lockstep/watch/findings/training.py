@@ -7,6 +7,7 @@ from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, odd, replicas, sh
 
 # How far a gradient may be from the mean of the ranks' own, relative to their lengths.
 CLOSE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+SENT_BY_A_HOOK = 0.02  # in bfloat16, for example
 
 
 def side_by_side(ranks):
@@ -121,7 +122,7 @@ def judge_gradients(one, number, names, ranks, report):
         text += " (right, if each loss is divided by the rows of all ranks)"
         report.found("sum of gradients", NOT_MEANT, text, place)
         return True
-    if even:
+    if even or (ranks[0].hooked and not ratios):
         return False  # clipped after they were averaged, or scaled
     clipped = next((line for u in one for line in u["clipped"]), None)
     if clipped and all(clipped_alone(u) for u in one):
@@ -183,7 +184,7 @@ def from_the_mean(one, ranks, what="means"):
             continue
         right = sum(u["own"][n] for u in one) / len(one)
         scale = sum(u["own_norms"][n] for u in one) / len(one) + 1e-30
-        close = CLOSE.get(kind, 0.05) * scale
+        close = max(CLOSE.get(kind, 0.05), SENT_BY_A_HOOK * ranks[0].hooked) * scale
         if any(abs(mean - right) > close for mean in means):
             away.append(n)
         if abs(right) > 20 * close:
