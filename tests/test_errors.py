@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 from lockstep import errors, job_log
 from nbtools import run
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -214,6 +215,55 @@ def unscaled(model):
     scaler.unscale_(sgd(model))
 
 
+def scaled(*calls, factor=True):
+    """Make a step with a GradScaler, by these of its methods in turn."""
+    model = nn.Linear(2, 2)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model)
+    loss = model(ROWS).mean()
+    (scaler.scale(loss) if factor else loss).backward()
+    for name in calls:
+        getattr(scaler, name)(*([] if name == "update" else [optimizer]))
+
+
+def with_frozen_layers(optimizer_has):
+    """Make a step of which the optimizer has a layer that is used, or another one."""
+    used, other, scaler = nn.Linear(2, 2), nn.Linear(2, 2), torch.amp.GradScaler("cpu")
+    scaler.scale(used(ROWS).mean()).backward()
+    scaler.step(sgd({"used": used, "other": other}[optimizer_has]))
+
+
+def under_autocast(call):
+    """Return call() under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return call()
+
+
+def attention(kind):
+    query = torch.ones(1, 1, 2, 2)
+    return nn.functional.scaled_dot_product_attention(query, query.to(kind), query)
+
+
+def give_gradient(kind):
+    nn.Parameter(torch.ones(2)).grad = torch.ones(2, dtype=kind)
+
+
+def clip_an_inf(**options):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.tensor([torch.inf])
+    nn.utils.clip_grad_norm_([parameter], 1.0, **options)
+
+
+def sharded_together(kind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(kind))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))(ROWS)
+
+
+def compressed(hook):
+    replica = DistributedDataParallel(nn.Linear(2, 2))
+    replica.register_comm_hook(None, hook)
+    replica(ROWS).mean().backward()
+
+
 def listening(port=0, **options):
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **options)
 
@@ -382,6 +432,68 @@ FAULTS = {
     "Attempting to unscale FP16 gradients": (
         lambda *_: unscaled(nn.Linear(2, 2).half()),
         lambda *_: unscaled(nn.Linear(2, 2)),
+    ),
+    "No inf checks were recorded for this optimizer": (
+        lambda *_: with_frozen_layers("other"),
+        lambda *_: with_frozen_layers("used"),
+    ),
+    "No inf checks were recorded prior to update": (
+        lambda *_: scaled("update"),
+        lambda *_: scaled("step", "update"),
+    ),
+    "Attempted step but _scale is None": (
+        lambda *_: scaled("step", factor=False),
+        lambda *_: scaled("step"),
+    ),
+    "Attempted update but _scale is None": (lambda *_: scaled("update", factor=False), None),
+    "unscale_() has already been called on this optimizer": (
+        lambda *_: scaled("unscale_", "unscale_"),
+        lambda *_: scaled("unscale_", "step", "update"),
+    ),
+    "unscale_() is being called after step()": (lambda *_: scaled("step", "unscale_"), None),
+    "step() has already been called since the last update()": (
+        lambda *_: scaled("step", "step"),
+        None,
+    ),
+    "mat1 and mat2 must have the same dtype": (
+        lambda *_: nn.Linear(2, 2).bfloat16()(ROWS),
+        lambda *_: under_autocast(lambda: nn.Linear(2, 2)(ROWS)),
+    ),
+    "expected m1 and m2 to have the same dtype": (
+        lambda *_: ROWS @ ROWS.T.half(),
+        lambda *_: under_autocast(lambda: ROWS @ ROWS.T.half()),
+    ),
+    "Input type (…) and bias type (…) should be the same": (
+        lambda *_: nn.Conv2d(1, 1, 1)(ROWS.view(1, 1, 4, 2).half()),
+        lambda *_: nn.Conv2d(1, 1, 1)(ROWS.view(1, 1, 4, 2)),
+    ),
+    "Expected query, key, and value to have the same dtype": (
+        lambda *_: attention(torch.half),
+        lambda *_: under_autocast(lambda: attention(torch.half)),
+    ),
+    "mixed dtype (CPU): expect parameter to have scalar type of Float": (
+        lambda *_: nn.BatchNorm1d(2).bfloat16()(ROWS),
+        lambda *_: nn.BatchNorm1d(2)(ROWS),
+    ),
+    "attempting to assign a gradient with dtype": (
+        lambda *_: give_gradient(torch.half),
+        lambda *_: give_gradient(torch.float32),
+    ),
+    "The total norm of order … for gradients from … is non-finite": (
+        lambda *_: clip_an_inf(error_if_nonfinite=True),
+        lambda *_: clip_an_inf(),
+    ),
+    "Got unsupported ScalarType BFloat16": (
+        lambda *_: ROWS.bfloat16().numpy(),
+        lambda *_: ROWS.bfloat16().float().numpy(),
+    ),
+    "FSDP expects uniform original parameter dtype": (
+        lambda *_: sharded_together(torch.bfloat16),
+        lambda *_: sharded_together(torch.float32),
+    ),
+    "BF16 all reduce communication hook required": (
+        lambda *_: compressed(default_hooks.bf16_compress_hook),
+        lambda *_: compressed(default_hooks.fp16_compress_hook),
     ),
     "Target … is out of bounds": (
         lambda *_: nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([3])),

@@ -71,6 +71,7 @@ TABLE = (
     Lesson("18", "sharding", TORCHRUN, WATCHED),
     Lesson("19", "hang_clinic", ITSELF, WATCHED),
     Lesson("20", "feed_ranks", TORCHRUN, WATCHED),
+    Lesson("21", "half_precision", TORCHRUN, WATCHED),
 )
 
 

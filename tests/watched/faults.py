@@ -6,6 +6,7 @@ FAULTS = {name: (script, {text: text in its place}, kind, strength, words in the
 
 WRONG, NOT_MEANT, TO_KNOW = "wrong", "probably not meant", "to know"
 D, H, S, N, F = "ddp.py", "by_hand.py", "stream.py", "noisy.py", "shard.py"
+P = "half.py"
 
 SAMPLER = "DataLoader(data, 8, sampler=sampler)"
 NO_EPOCH = {"sampler.set_epoch(epoch)": "pass"}
@@ -65,6 +66,37 @@ OWN_GENERATOR = {
         "    def __len__"
     ),
     "torch.randn(5)": "torch.randn(5, generator=self.chance)",
+}
+BFLOAT16 = {
+    "nn.Linear(16, 3))\n": "nn.Linear(16, 3)).bfloat16()\n",
+    "model(rows)": "model(rows.bfloat16())",
+    "replica(inputs)": "replica(inputs.bfloat16()).float()",
+}
+UNSCALE = "        scaler.unscale_(optimizer)\n"
+UPDATE = "        scaler.step(optimizer)\n        scaler.update()\n"
+BY_HAND = {  # a loss scale without a GradScaler
+    "scaler.scale(loss)": "(1024 * loss)",
+    UNSCALE: "        for p in model.parameters():\n            p.grad /= 1024\n",
+    UPDATE: "        optimizer.step()\n",
+}
+DIVIDED = (
+    "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    "        for p in model.parameters():\n            p.grad /= 1024\n"
+)
+MASTERS = {  # float32 copies, which are updated
+    "nn.Linear(8, 1))\n": "nn.Linear(8, 1)).bfloat16()\n",
+    "optimizer = torch.optim.AdamW(model.parameters()": (
+        "masters = [p.detach().float().requires_grad_() for p in model.parameters()]\n"
+        "optimizer = torch.optim.AdamW(masters"
+    ),
+    "model(inputs)": "model(inputs.bfloat16()).float()",
+    "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()\n": (
+        "        for master, p in zip(masters, model.parameters(), strict=True):\n"
+        "            master.grad = p.grad.float()\n            p.grad = None\n"
+        "        optimizer.step()\n"
+        "        for master, p in zip(masters, model.parameters(), strict=True):\n"
+        "            p.data.copy_(master.data)\n"
+    ),
 }
 PADDED = "Subset(data, list(DistributedSampler(data, shuffle=False)))"
 
@@ -544,6 +576,86 @@ FAULTS = {
         NOT_MEANT,
         "optimizer.step",
     ),
+    # --- 16 bits ---
+    "weights in bfloat16, small updates": (
+        D,
+        BFLOAT16 | {"lr=0.1": "lr=1e-4"},
+        "updates lost",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "clipped before the scaler divides": (
+        P,
+        {UNSCALE: ""},
+        "clipped while scaled",
+        NOT_MEANT,
+        "clip_grad_norm_",
+    ),
+    "clipped before a division by hand": (
+        P,
+        BY_HAND | {UNSCALE: "", DIVIDED.partition("\n")[0] + "\n": DIVIDED},
+        "clipped while scaled",
+        NOT_MEANT,
+        "clip_grad_norm_",
+    ),
+    "a scaler that does not make the update": (
+        P,
+        {UNSCALE: "", UPDATE: "        optimizer.step()\n"},
+        "still scaled",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
+    "float16 without a scaler, small gradients": (
+        P,
+        {
+            "init_scale=1024.0": "enabled=False",
+            "loss = nn": "loss = 1e-6 * nn",
+            "clip_grad_norm_(model.parameters(), 1.0)": "clip_grad_norm_(model.parameters(), 1e-7)",
+        },
+        "lost in float16",
+        NOT_MEANT,
+        "scaler.step",
+    ),
+    "a sum that is too large for float16": (
+        H,
+        {
+            "            dist.all_reduce(parameter.grad)\n": (
+                "            half = (4000 * parameter.grad).half()\n"
+                "            dist.all_reduce(half)\n"
+                "            parameter.grad = half.float() / 4000\n"
+            )
+        },
+        "inf or nan",
+        WRONG,
+        "optimizer.step",
+    ),
+    "inf, and nobody looks": (
+        P,
+        BY_HAND | {"randn(64, 5)\n": "randn(64, 5)\nrows[9] = 1e5\n"},
+        "inf or nan",
+        WRONG,
+        "optimizer.step",
+    ),
+    "each rank decides by itself whether to skip": (
+        D,
+        {STEP: SKIP.replace("epoch == 0", "epoch == 1") + "            schedule"},
+        "skipped alone",
+        WRONG,
+        "optimizer.step",
+    ),
+    "each rank decides for its share of the weights": (
+        H,
+        {
+            "AdamW(model.parameters()": "AdamW([*model.parameters()][2 * rank : 2 * rank + 2]",
+            "        optimizer.step()\n": "        if rank == 0 or epoch != 1:\n"
+            "            optimizer.step()\n"
+            "        for number, parameter in enumerate(model.parameters()):\n"
+            "            dist.broadcast(parameter.data, number // 2)\n",
+        },
+        "skipped alone",
+        NOT_MEANT,
+        "optimizer.step",
+    ),
     # --- Modes and buffers ---
     "BatchNorm, buffers sent": (
         D,
@@ -843,6 +955,19 @@ CLEAN = {
         "same random numbers",
     ),
     "as they are: shards": (F, {}),
+    "as they are: half precision": (P, {}),
+    "as they are: a loss scale by hand": (P, BY_HAND),
+    "as they are: a row beyond float16, which all skip": (
+        P,
+        {"randn(64, 5)\n": "randn(64, 5)\nrows[9] = 1e5\n"},
+    ),
+    "weights in bfloat16, large updates": (D, BFLOAT16 | {"lr=0.1": "lr=1.0"}, "updates lost"),
+    "float32 copies of bfloat16 weights": (H, MASTERS, "updates lost|in no optimizer"),
+    "more micro-batches on one rank": (
+        D,
+        {"rows.chunk(2), labels.chunk(2)": "rows.chunk(1 + rank), labels.chunk(1 + rank)"},
+        "skipped alone",
+    ),
     "as they are: a board on rank 0": (
         D,
         {

@@ -19,6 +19,7 @@ def watch():
 
     around(DistributedDataParallel, "__init__", wrap)
     around(DistributedDataParallel, "join", join)
+    around(DistributedDataParallel, "register_comm_hook", hook)
     around(torch.nn.Module, "__call__", call)
 
 
@@ -44,6 +45,12 @@ def wrap(init, ddp, args, kwargs):
 def join(function, ddp, args, kwargs):
     """The ranks may have unequal numbers of batches from here on."""
     facts.note("join", where=facts.where())
+    return function(*args, **kwargs)
+
+
+def hook(function, ddp, args, kwargs):
+    """A function of the script's own averages gradients, perhaps in another type."""
+    facts.note("hook", where=facts.where())
     return function(*args, **kwargs)
 
 

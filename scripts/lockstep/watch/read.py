@@ -15,6 +15,7 @@ class Rank:
         self.last_calls = calls  # what traces.write_calls has left in a hang, in bytes
         self.epochs, self.forwards, self.updates, self.calls = [], [], [], []
         self.models, self.wrapped, self.optimizers, self.states = {}, {}, {}, {}
+        self.hooked = False  # gradients are averaged by a function of the script's own
         self.drawn, self.group, self.error, self.ended = [], None, None, None
         self.memory = {}  # the most bytes after an update, by kind
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
@@ -54,6 +55,9 @@ class Rank:
         elif not event["grad"]:
             self.tested += self._batch or []
             self._batch = None
+
+    def take_hook(self, event):
+        self.hooked = True
 
     def take_update(self, event):
         trained = [f for f in self.forwards[-9:] if f["what"] == "forward" and f["grad"]]

@@ -1,5 +1,6 @@
 """Ranks that are threads of one process: for a proof that tries what its job does not show."""
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
@@ -53,17 +54,45 @@ class Ranks:
         """Fill `objects` with those of all ranks."""
         objects[:] = self.exchange("all_gather_object", own)
 
-    def all_reduce(self, tensor):
-        """Make `tensor` the sum over all ranks; autograd does not see it, as that of a group."""
-        tensor.detach().copy_(sum(self.exchange("all_reduce", tensor.detach().clone())))
+    def all_reduce(self, tensor, op="SUM", async_op=False):
+        """Make `tensor` the sum over all ranks; autograd does not see it, as that of a group.
+
+        It is there at once, but who wants to wait gets something to wait for.
+        """
+        import torch
+
+        given = self.exchange(f"all_reduce {op}", tensor.detach().clone())
+        add = {"MAX": torch.maximum, "MIN": torch.minimum}.get(
+            str(op).rpartition(".")[2], torch.add
+        )
+        tensor.detach().copy_(functools.reduce(add, given))
+        return Done([tensor]) if async_op else None
+
+
+class Done:
+    """What is returned of a collective that is over already."""
+
+    def __init__(self, value):
+        self.result = value
+
+    def wait(self):
+        """Wait for nothing."""
+
+    def get_future(self):
+        """Return a future that has its result."""
+        import torch
+
+        future = torch.futures.Future()
+        future.set_result(self.result)
+        return future
 
 
 def play(dist, world_size, function, *args):
     """Return [function(rank, world_size, *args) for each rank]; a rank is a thread, on the CPU.
 
     For them `dist`, which is torch.distributed, has all_gather, all_gather_object, and an
-    all_reduce that adds up. Raises what a rank raises, and RuntimeError if they call different
-    collectives.
+    all_reduce that adds up, or finds the largest or smallest. Raises what a rank raises, and
+    RuntimeError if they call different collectives.
     """
     ranks = Ranks(world_size)
     ours = {"get_world_size": lambda: world_size, "get_rank": lambda: ranks.here.rank}

@@ -15,6 +15,9 @@ _own = {}  # id of a parameter: what backward() has handed it on this rank since
 _backwards = []  # since the last update: [line, whether no_sync() was on]
 _clipped = []  # since the last update: lines
 _unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
+_clipped_to = {}  # id of a parameter: the projection of its gradient after it was last clipped
+_scaled = []  # since the last update: factors by which a GradScaler has multiplied losses
+_unscaled = set()  # ids of optimizers whose gradients it has divided since
 _inside = []  # frames that make an update now: an optimizer may be made of another
 
 
@@ -31,6 +34,8 @@ def watch():
     around(torch.autograd, "backward", backward)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         around(torch.nn.utils, name, clip)
+    around(torch.amp.GradScaler, "scale", scale)
+    around(torch.amp.GradScaler, "unscale_", unscale)
 
 
 def made():
@@ -76,6 +81,23 @@ def clip(function, instance, args, kwargs):
             _unclipped[id(p)] = facts.projection(p.grad)
     args = (given, *args[1:])  # it may have been a generator
     kwargs.pop("parameters", None)
+    result = function(*args, **kwargs)
+    _clipped_to.update({id(p): facts.projection(p.grad) for p in given if p.grad is not None})
+    return result
+
+
+def scale(function, scaler, args, kwargs):
+    """A GradScaler multiplies a loss."""
+    result = function(*args, **kwargs)
+    if scaler.is_enabled():
+        _scaled.append(scaler.get_scale())
+        _unscaled.clear()
+    return result
+
+
+def unscale(function, scaler, args, kwargs):
+    """A GradScaler divides the gradients of an optimizer."""
+    _unscaled.add(id(args[0] if args else kwargs["optimizer"]))
     return function(*args, **kwargs)
 
 
@@ -91,7 +113,7 @@ def clear(function, owner, args, kwargs):
 
 def nothing_yet():
     """Return what a parameter has got since its gradient was cleared: nothing."""
-    return {"sum": 0.0, "norm": 0.0, "carried": False}
+    return {"sum": 0.0, "norm": 0.0, "carried": False, "crumbs": False}
 
 
 def on_gradient(p, gradient):
@@ -109,7 +131,20 @@ def on_gradient(p, gradient):
         own["fresh"] = False
         vector = facts.flat(gradient)
         own["sum"] += facts.projection(vector)
-        own["norm"] += facts.norm(vector)
+        length = facts.norm(vector)
+        own["norm"] += length
+        own["crumbs"] |= are_crumbs(vector, length)
+
+
+def are_crumbs(vector, length):
+    """Return whether a gradient, if it was a float16, has kept next to nothing of its digits.
+
+    Such numbers are small multiples of 2**-24, 16 times that on average at most.
+    """
+    if not 0 < length < 2.0**-20 * len(vector) ** 0.5:
+        return False
+    steps = vector.double() * 2.0**24
+    return bool((steps == steps.round()).all())
 
 
 # --- Optimizers ---
@@ -194,6 +229,9 @@ def before(optimizer, args, kwargs):
             "means": [projection for _, projection, _ in looks],
             "some": [some for _, _, some in looks],
             "unclipped": [_unclipped.get(id(p)) for p in found],
+            "clipped_to": [_clipped_to.get(id(p)) for p in found],
+            "factor": _scaled[-1] if _scaled and id(optimizer) not in _unscaled else None,
+            "crumbs": [one["crumbs"] for one in own],
             "own": [one["sum"] for one in own],
             "own_norms": [one["norm"] for one in own],
             "carried": any(one["carried"] for one in own),
@@ -203,6 +241,7 @@ def before(optimizer, args, kwargs):
             "backwards": _backwards[:],
             "clipped": _clipped[:],
         }
+        known["halves"] = {p: facts.flat(p) for p in found if p.dtype.itemsize == 2}
         known["values"] = None
         if is_kept(known["made"]):
             known["values"] = numbers("before", found)
@@ -236,10 +275,12 @@ def after(optimizer, args, kwargs):
         if kept:
             kept |= numbers("after", known["parameters"])
             kept = facts.keep(kept, f"{known['number']}_{known['made']}")
-        facts.note("update", optimizer=known["number"], after=sums, values=kept, **known.pop("now"))
+        about = known.pop("now") | {"halves": lost_in(known.pop("halves"))}
+        facts.note("update", optimizer=known["number"], after=sums, values=kept, **about)
     _backwards.clear()
     _clipped.clear()
-    _unclipped.clear()
+    for noted in (_unclipped, _clipped_to, _scaled, _unscaled):
+        noted.clear()
     known["made"] += 1
     if known["made"] <= 2:  # an optimizer may make its states in its first update
         memory.note([one["optimizer"] for one in _optimizers.values()])
@@ -251,6 +292,20 @@ def after(optimizer, args, kwargs):
     most = facts.settings["updates"]
     if most and known["made"] >= most:
         leave()
+
+
+def lost_in(halves):
+    """Return of how many numbers of 16 bits an update had a gradient, and how many are as before.
+
+    None if the parameters {parameter: its numbers before} are none.
+    """
+    had, same = 0, 0
+    for p, before in halves.items():
+        if p.grad is not None:
+            some = facts.flat(p.grad) != 0
+            had += int(some.sum())
+            same += int((some & (facts.flat(p) == before)).sum())
+    return [had, same] if halves else None
 
 
 def terminate():

@@ -43,6 +43,12 @@ OUTSIDE_OF_NO_SYNC = (
 SETTINGS = "let it follow what all ranks know alike: of a loss, all-reduce the sum and the rows"
 BUFFERS = "all-reduce what each batch adds to them, before it is added; not the buffers themselves"
 
+MASTER = "keep the weights in float32, and compute in 16 bits under torch.autocast"
+COMMON = "all-reduce whether a rank found inf or nan (ReduceOp.MAX), and let that decide for all"
+UNSCALE = "call scaler.unscale_(optimizer), or divide by the factor, and clip then"
+FACTOR = "multiply the loss before backward(): torch.amp.GradScaler; or take bfloat16"
+FINITE = "skip such an update on all ranks; divide before a sum in float16, not after it"
+
 # kind: (what to do, the lesson that tells why)
 KINDS = {
     "same rows": (SAMPLER, "02"),
@@ -70,12 +76,21 @@ KINDS = {
         "02",
     ),
     "unequal updates": ("give all ranks as many batches, or use model.join()", "19"),
+    "skipped alone": (COMMON, "21"),
     "settings differ": (SETTINGS, "02"),
     "optimizer states differ": ("load the optimizer's state on all ranks", "06"),
     "in no optimizer": ("give it to the optimizer, or freeze it before wrapping", "02"),
     "no gradient at all": (NO_GRADIENT, "18"),
     "never a gradient": ("use it in the loss, or freeze it before wrapping", "02"),
     "never changes": ("", "02"),
+    "updates lost": (MASTER, "21"),
+    "clipped while scaled": (UNSCALE, "21"),
+    "still scaled": (
+        "let the scaler make the update: scaler.step(optimizer), scaler.update()",
+        "21",
+    ),
+    "lost in float16": (FACTOR, "21"),
+    "inf or nan": (FINITE, "21"),
     "buffers differ": ("with few rows for each rank use SyncBatchNorm; rank 0's are saved", "09"),
     "buffers of one's own": (BUFFERS, "09"),
     "trains in eval mode": ("call model.train() after the evaluation", "09"),
@@ -123,7 +138,7 @@ class Report:
 
 def judge(job, report, world):
     """Add to the report what is found in a job {rank: Rank} of which `world` ranks were started."""
-    from lockstep.watch.findings import memory, rest, rows, training
+    from lockstep.watch.findings import halves, memory, rest, rows, training
 
     if not rest.group(job, report, world):
         return
@@ -132,7 +147,7 @@ def judge(job, report, world):
     for look in (training.replicas_differ, training.optimizers, training.modes, training.buffers):
         look(job, report)
     parts = rest.random_numbers, rest.messages, rest.files, rest.output, rest.left_out
-    for look in (rows.evaluation, memory.memory, *parts):
+    for look in (halves.halves, rows.evaluation, memory.memory, *parts):
         look(job, report)
 
 

@@ -1,9 +1,13 @@
 """Whether the ranks train one model: gradients, updates, parameters, settings, buffers, modes."""
 
+import statistics
+from collections import defaultdict
+
 from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, odd, replicas, sharded, some
 
 # How far a gradient may be from the mean of the ranks' own, relative to their lengths.
 CLOSE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+SENT_BY_A_HOOK = 0.02  # in bfloat16, for example
 
 
 def side_by_side(ranks):
@@ -25,11 +29,45 @@ def updates(job, report):
     )
     if joins(ranks):
         report.not_seen("each update: inside of model.join() ranks may make unequal numbers")
+    elif skipped_alone(ranks, report):
+        report.not_seen("gradients and parameters side by side: a rank has skipped an update")
     elif len(set(made)) > 1 and all(rank.ended for rank in ranks):
         place = next(rank.updates[-1]["where"] for rank in ranks if rank.updates)
         text = f"the ranks made {', '.join(map(str, made))} updates"
         report.found("unequal updates", NOT_MEANT, text, place)
     return None
+
+
+def skips(rank):
+    """Return the numbers of the updates before which a rank has skipped one.
+
+    Then it has called backward() twice as often as usual, or more.
+    """
+    counts = defaultdict(list)
+    for update in rank.updates:
+        counts[update["optimizer"]].append(len(update["backwards"]))
+    usual = {optimizer: statistics.mode(of) for optimizer, of in counts.items()}
+    found = []
+    for number, update in enumerate(rank.updates, 1):
+        times, rest = divmod(len(update["backwards"]), max(1, usual[update["optimizer"]]))
+        found += [number] if times > 1 and not rest else []
+    return found
+
+
+def skipped_alone(ranks, report):
+    """Say whether some ranks, and not all, have skipped an update; return whether it is so."""
+    theirs = [skips(rank) for rank in ranks]
+    first = min(
+        {n for of in theirs for n in of if not all(n in them for them in theirs)}, default=0
+    )
+    if first:
+        who = [number for number, of in enumerate(theirs) if first in of]
+        text = f"before update {first} an update was skipped, and not by all ranks: from then on"
+        text += " they train different models"
+        strength = WRONG if replicas(ranks) else NOT_MEANT
+        place = ranks[who[0]].updates[first - 1]["where"]
+        report.found("skipped alone", strength, text, place, who)
+    return bool(first)
 
 
 def joins(ranks):
@@ -54,7 +92,8 @@ def gradients(job, report):
         text += " and DDP does not know it: its gradient stays on each rank"
         report.found("replaced after wrapping", WRONG, text, replaced["where"])
         return
-    if len(ranks) == 1 or sharded(ranks) or joins(ranks):
+    alone = any(one.kind == "skipped alone" for one in report.findings)
+    if len(ranks) == 1 or sharded(ranks) or joins(ranks) or alone:
         return
     for number, one in enumerate(side_by_side(ranks), 1):
         names = ranks[0].names(one[0])
@@ -83,7 +122,7 @@ def judge_gradients(one, number, names, ranks, report):
         text += " (right, if each loss is divided by the rows of all ranks)"
         report.found("sum of gradients", NOT_MEANT, text, place)
         return True
-    if even:
+    if even or (ranks[0].hooked and not ratios):
         return False  # clipped after they were averaged, or scaled
     clipped = next((line for u in one for line in u["clipped"]), None)
     if clipped and all(clipped_alone(u) for u in one):
@@ -145,7 +184,7 @@ def from_the_mean(one, ranks, what="means"):
             continue
         right = sum(u["own"][n] for u in one) / len(one)
         scale = sum(u["own_norms"][n] for u in one) / len(one) + 1e-30
-        close = CLOSE.get(kind, 0.05) * scale
+        close = max(CLOSE.get(kind, 0.05), SENT_BY_A_HOOK * ranks[0].hooked) * scale
         if any(abs(mean - right) > close for mean in means):
             away.append(n)
         if abs(right) > 20 * close:
@@ -257,6 +296,7 @@ def replicas_differ(job, report):
     judge_settings(ranks, report)
     causes = {
         "settings differ",
+        "skipped alone",
         "replaced after wrapping",
         "no exchange",
         "past DDP",
