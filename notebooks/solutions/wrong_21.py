@@ -172,7 +172,7 @@ def without_a_scaler(replica, optimizer, scaler, micro_batches):
 
 def skips_by_loss(replica, optimizer, scaler, micro_batches):
     loss = add_up(replica, optimizer, scaler, micro_batches)
-    if math.isfinite(loss):
+    if math.isfinite(loss.item()):
         for p in replica.parameters():
             p.grad /= scaler.get_scale()
         nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
