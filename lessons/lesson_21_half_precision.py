@@ -167,7 +167,7 @@ def main(args):
     """Train on this rank; rank 0 tells what came of it."""
     rank, world_size, device = join_group()
     dtype, steps = DTYPES[args.dtype], args.steps
-    batches = make_batches(steps, args.micro_batches, world_size * args.rows, args.seed)
+    batches = make_batches(steps, args.micro_batches, world_size * args.batch_size, args.seed)
     mine = [[[x[rank::world_size].to(device) for x in part] for part in step] for step in batches]
     model = make_model(args.seed + rank).to(device)  # the replicas start apart: DDP mends that
     scale = LossScale(1.0, math.inf)  # does nothing: bfloat16 reaches as far as float32
@@ -192,7 +192,7 @@ def parse_args(argv=None):
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="%(default)s")
     parser.add_argument("--steps", type=int, default=12, help="%(default)s")
     parser.add_argument("--micro-batches", type=int, default=2, help="of a step, %(default)s")
-    parser.add_argument("--rows", type=int, default=16, help="of each, on a rank, %(default)s")
+    parser.add_argument("--batch-size", type=int, default=16, help="of each, %(default)s")
     parser.add_argument("--factor", type=int, default=2**16, help="of the loss, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     return parser.parse_args(argv)

@@ -73,12 +73,16 @@ BREAKS = {
 
 @pytest.mark.parametrize("nproc", (2, 3))
 def test_each_break_ends_in_fail(nproc):
-    check_breaks(21, BREAKS, nproc, "--steps", 8, "--rows", 4)
+    check_breaks(21, BREAKS, nproc, "--steps", 8, "--batch-size", 4)
 
 
 @pytest.mark.parametrize(
     "nproc, flags",
-    [(1, "--dtype bfloat16"), (2, "--dtype float32 --micro-batches 1"), (4, "--seed 3 --rows 2")],
+    [
+        (1, "--dtype bfloat16"),
+        (2, "--dtype float32 --micro-batches 1"),
+        (4, "--seed 3 --batch-size 2"),
+    ],
 )
 def test_other_sizes_and_types_pass_too(nproc, flags):
     ((passed, claim),) = verdicts_of_proof(LESSON, {"": SOURCE}, nproc, flags.split(), 1).values()
@@ -98,7 +102,7 @@ def test_on_gpus_the_updates_are_those_of_one_process():
     assert (facts["backend"], facts["device"], facts["passed"]) == ("nccl", "cuda", True)
 
 
-BAD = ["--dtype float64", "--dtype half", "--steps 3", "--rows 1", "--micro-batches 0"]
+BAD = ["--dtype float64", "--dtype half", "--steps 3", "--batch-size 1", "--micro-batches 0"]
 BAD += ["--factor 0", "--factor 2.5", "--factor 10000", "--factor -4096", "--factor 99999999"]
 
 

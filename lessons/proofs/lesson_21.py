@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 KEEP_VALUES = 1  # of every update
-LIMITS = {"--steps": (4, 1000), "--micro-batches": (1, 16), "--rows": (2, 10**4)}
+LIMITS = {"--steps": (4, 1000), "--micro-batches": (1, 16), "--batch-size": (2, 10**4)}
 LIMITS |= {"--factor": (2**12, 2**24), "--seed": (0, 2**32 - 1)}
 ROUNDINGS = 20  # by which a gradient may be off, as a part of its length
 
@@ -59,7 +59,7 @@ def judge(job, args, started, launcher):
 
 def batches_of(args, started):
     """Return the batches of all ranks, [step][micro-batch]: (rows, targets)."""
-    return lesson.make_batches(args.steps, args.micro_batches, started * args.rows, args.seed)
+    return lesson.make_batches(args.steps, args.micro_batches, started * args.batch_size, args.seed)
 
 
 def bytes_of(model, args):
