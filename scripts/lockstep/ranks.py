@@ -49,7 +49,7 @@ def main(script, arguments):
     job = Job()
     imports.import_quickly("torch.distributed.run")
     args = None
-    if lessons.of_script(script):
+    if proofs.of_script(script):
         args = check(script, own.nproc, flags, job)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
