@@ -195,7 +195,7 @@ def test_who_is_not_let_on_a_busy_machine_does_not_stand(not_let, stands, monkey
 
 @pytest.mark.parametrize("lesson", ("03_spawn_ddp", "17_ddp_from_scratch"))
 def test_a_lesson_is_a_script_like_any_other(lesson):
-    """No proof judges it here; 03's launcher would read what rank 0 writes after the last update."""
+    """No proof judges it, and nobody misses what 03 writes after the last update."""
     code, _, stderr = check("--updates", 2, ROOT / "lessons" / f"lesson_{lesson}.py")
     assert (code, stderr) == (0, "")
 
