@@ -100,7 +100,7 @@ BREAKS = {
         (3,),
     ),
     "every rank saves": ("if args.checkpoint and rank == 0:", "if args.checkpoint:"),
-    "every rank prints": ("if rank == 0:\n        at", "if True:\n        at"),
+    "every rank prints": ("if rank == 0:\n        way", "if True:\n        way"),
 }
 
 

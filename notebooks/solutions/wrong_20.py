@@ -295,7 +295,10 @@ WRONG = {
             turned_the_other_way,
             "with 3 workers, taken = 1: next come the right rows",
         ),
-        "turned too far": (turned_too_far, "with 4 workers, taken = 2: next come other rows"),
+        "turned too far": (
+            turned_too_far,
+            "with 4 workers, taken = 2: next come the right rows in",
+        ),
         "from the start": (from_the_start, "with 1 worker, taken = 1: next come other rows"),
     },
     "Job": {
