@@ -1,15 +1,14 @@
 """Lesson 20: who gets which row, when ranks and workers multiply?
 
-Four processes read one stream: two workers of each of two ranks. Unless somebody deals, each row
-is trained four times. Here batches are dealt: to the ranks by rows, to a rank's workers in turn.
-So no number of workers changes a bit, and one number says how far all workers have come.
+Two ranks with two workers each train each row of a stream four times, unless somebody deals. Here
+batches are dealt: no number of workers changes a bit, and one number is the place of all of them.
 
 Run it:    bash scripts/lesson_20.sh --nproc 2 [--workers 2]
 Or alone:  torchrun --standalone --nproc-per-node=2 lessons/lesson_20_feed_ranks.py
 
 Output to expect on a CPU:
 
-    2 ranks, 2 workers each: step 6, batch 2 of epoch 1; error on 37 texts: 0...
+    the stream, 2 ranks, 2 workers each: step 6, batch 2 of epoch 1; error on 37 texts: 0...
     ...
     PASS 2 ranks: each row once in an epoch; with 2, 1 or 0 workers, ... the same bits
 """
@@ -197,13 +196,13 @@ def train_on(args, files, rank, world_size, device):
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.EmbeddingBag(9, 4, padding_idx=0, mode="mean"), nn.Linear(4, 1))
     replica = nn.parallel.DistributedDataParallel(model.to(device))
-    replica(torch.ones(1, 1, dtype=int, device=device)).backward()  # DDP sorts its bucket
+    replica(torch.ones(1, 1, dtype=int, device=device)).backward()  # DDP sorts its bucket now
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     source, options = make_source(args, files, rank, world_size)
     now = {"step": 0, "epoch": 0, "batch": 0, "batch_size": source.batch_size}
     if args.checkpoint:
         now = resume(args.checkpoint, now, model=model, optimizer=optimizer)
-    own = now["step"] * world_size + rank  # other numbers on each rank, and after each stop
+    own = now["step"] * world_size + rank  # a seed for each rank, and another after each stop
     random.seed(own)  # by length and without a worker, the rank draws itself
     loader = make_loader(args.workers, own, **options)
     train(replica, optimizer, loader, source, now, args.steps, device)
@@ -225,9 +224,10 @@ def main(args):
     make = partial(make_batch, left_out=0)
     error, count = evaluate(model, make_lines(37, args.seed + 1), make, device)
     if rank == 0:
+        way = "by length" if args.by_length else "the stream"
         at = "step {step}, batch {batch} of epoch {epoch}".format(**now)
         who = f"{world_size} ranks, {args.workers} workers each"
-        print(f"{who}: {at}; error on {count} texts: {error:.6f}")
+        print(f"{way}, {who}: {at}; error on {count} texts: {error:.6f}")
     dist.destroy_process_group()
 
 

@@ -69,6 +69,16 @@ BREAKS = {
     "by length, short rows first": ("rows[torch.randperm(count, generator=generator)]", "rows"),
     "by length, the longest never come": (SORTED, f"\n        rows = {ORDER}{CUT}"),
     "by length, trained batches come again": ("[self.first :]:", ":"),
+    "each worker makes all batches, and throws most away": (
+        TURN,
+        f"self.make(batch[self.rank :: self.world_size], random) and {TURN}",
+    ),
+    "by length, the same orders with each seed": (
+        "manual_seed(self.seed + self.epoch)",
+        "manual_seed(self.epoch)",
+    ),
+    "workers end with each epoch": ("persistent_workers=workers > 0", "persistent_workers=False"),
+    "a seed of the process's own": ("manual_seed(seed)  #", "manual_seed(seed + os.getpid())  #"),
     "torch's own generator": ("DataLoader(generator=own, ", "DataLoader("),
     "one seed for the workers of all ranks": (DRAWN, 'now["step"] * world_size'),
     "after a stop the same numbers again": (DRAWN, "rank"),
@@ -89,7 +99,8 @@ BREAKS = {
         "pass",
         (3,),
     ),
-    "every rank prints": ("if rank == 0:\n        at", "if True:\n        at"),
+    "every rank saves": ("if args.checkpoint and rank == 0:", "if args.checkpoint:"),
+    "every rank prints": ("if rank == 0:\n        way", "if True:\n        way"),
 }
 
 

@@ -136,6 +136,8 @@ def wrong_in_turns(jobs, of_turns, started):
         wrong = claims.wrong_in_group(job, started) or claims.wrong_in_count(job, end - begin)
         if wrong := wrong or claims.wrong_in_replicas(job):
             return wrong
+        if writers := [rank for rank, seen in job.items() if rank and seen.of("save")]:
+            return f"ranks {writers} save, too"
     return None
 
 
@@ -267,14 +269,15 @@ def wrong_in_evaluation(jobs):
 
 def wrong_in_words(job, turn, args, started):
     """Rank 0 tells how far it came, and the error of all rows."""
-    _, _, end, workers = turn
+    way, _, end, workers = turn
     letters, targets = lesson.make_batch(lesson.make_lines(37, args.seed + 1), left_out=0)
     with torch.no_grad(), suppress(KeyError):
         error = (model_of(job)(letters) - targets).double().square().mean().item()
     epoch, batch = divmod(end - 1, batches_of(args, started))
     at = f"step {end}, batch {batch + 1} of epoch {epoch}; error on 37 texts: "
     said = [event["text"] for event in job[0].of("said")]
-    wanted = f"{started} ranks, {workers} workers each: {at}"
+    way = way.removesuffix(" without a stop")
+    wanted = f"{way}, {started} ranks, {workers} workers each: {at}"
     if len(said) != 1 or not said[0].startswith(wanted):
         return f"rank 0 says {said}, and not {wanted!r}"
     if not abs(float(said[0].removeprefix(wanted)) - error) < 2e-6:
@@ -313,10 +316,13 @@ def wrong_in_plays():
 
 def deals_29(world, workers, first):
     """Return whether of 29 rows, in batches of 6, all ranks get their parts, in the same steps."""
-    how = lambda epoch: range(29), lambda rows, chance: rows, 6
+    made = []
+    how = lambda epoch: range(29), lambda rows, chance: made.append(1) or rows, 6
     ranks = [lesson.Dealt(*how, rank, world) for rank in range(world)]
     steps = list(zip(*(delivered(one, workers, 0, first) for one in ranks), strict=True))
     wanted = [set(range(6 * number, 6 * number + 6)) for number in range(first, 4)]
+    if len(made) != world * len(wanted):  # a worker makes what it gives, and no more
+        return False
     return [set(chain(*step)) for step in steps] == wanted and all(
         len(part) == 6 // world for step in steps for part in step
     )
@@ -340,6 +346,8 @@ def rules_of_length():
     apart = all(a[-1] < b[0] for steps in firsts for a, b in pairwise(sorted(steps)))
     rules["by length long and short rows meet in a batch"] = apart
     rules["by length short rows come first"] = len({a < b for a, b in firsts}) == 2
+    orders = [list(lesson.LikeLengths([*range(10)], 4, 0, 2, seed)) for seed in range(9)]
+    rules["by length all seeds have one order"] = any(one != orders[0] for one in orders)
     goes_on = all([one[1:] for one in whole] == rest for whole, rest in found)
     return rules | {"by length a stop changes the rows": goes_on}
 
@@ -362,8 +370,13 @@ def rules_of_chance():
 
 
 def rules_of_loader():
-    """A loop over the loader does not draw where the rank draws."""
+    """A loop over the loader does not draw where the rank draws; its workers live on."""
     before = torch.get_rng_state()
     read = list(lesson.make_loader(0, 1, dataset=["a", "b"], batch_size=None))
     rules = {f"the loader delivers {read}": read == ["a", "b"]}
+    loader = lesson.make_loader(1, 5, dataset=["a", "b"])
+    rules["the workers end with the epoch"] = loader.persistent_workers
+    rules["the workers' seed is another one"] = (
+        loader.generator is not None and loader.generator.initial_seed() == 5
+    )
     return rules | {"a loop over the loader draws": torch.equal(before, torch.get_rng_state())}

@@ -79,7 +79,12 @@ class Augmented(Dataset):
         return 12
 
     def __getitem__(self, row):
-        return row, list(self.draw(0, 1, row))
+        return row, plain(self.draw(0, 1, row))
+
+
+def plain(numbers):
+    """Return numbers of a list, an array or a tensor as a list."""
+    return [float(number) for number in numbers]
 
 
 def examine_numbers(rank, world_size, draw, here):
@@ -102,21 +107,24 @@ def states():
 def check_numbers_of_row(attempt):
     """Return None if the attempt is right, here and on 2 and 3 ranks, else one sentence."""
     before = states()
-    rows = {row: list(attempt(0, 1, row)) for row in range(12)}
+    rows = {row: plain(attempt(0, 1, row)) for row in range(12)}
     if states() != before:
         return "it changes the state of a generator that the model may use for dropout, too"
     for numbers in rows.values():
-        if len(numbers) != 3 or not all(isinstance(n, float) and 0 <= n <= 1 for n in numbers):
+        if len(numbers) != 3 or not all(0 <= n <= 1 for n in numbers):
             return f"three numbers from 0 to 1 are wanted, not {numbers}"
     torch.manual_seed(8), random.seed(8), np.random.seed(8)
-    if [list(attempt(0, 1, row)) for row in reversed(range(12))] != [*rows.values()][::-1]:
+    if [plain(attempt(0, 1, row)) for row in reversed(range(12))] != [*rows.values()][::-1]:
         return "asked a second time, in another order, it draws other numbers for a row"
     known = {}
     places = itertools.chain(
-        itertools.product(range(3), range(4), range(20)), itertools.product((1, 11, 111), repeat=3)
+        itertools.product(range(3), range(4), range(20)),
+        itertools.product((1, 11, 111), repeat=3),
+        itertools.product((0, 1, 10, 100, 1000, 10**4, 10**5, 10**6), repeat=3),
+        ((0, 0, 2**power) for power in range(5, 31)),
     )
     for place in dict.fromkeys(places):
-        numbers = tuple(attempt(*place))
+        numbers = tuple(plain(attempt(*place)))
         if numbers in known:
             return f"(seed, epoch, row) {known[numbers]} and {place} draw the same numbers"
         known[numbers] = place
@@ -200,7 +208,7 @@ def examine_rows_left(rank, world_size, attempt):
 
 def check_rows_left(attempt):
     """Return None if the attempt is right, with lists and on 2 and 3 ranks, else one sentence."""
-    for count, workers in itertools.product((24, 23, 17), (1, 2, 3)):
+    for count, workers in itertools.product((24, 23, 17), (1, 2, 3, 4, 5)):
         rows = [*range(100, 100 + count)]
         whole = played(rows, 3, workers, every_nth)
         for taken in range(len(whole) + 1):
@@ -252,9 +260,9 @@ class Repaired(IterableDataset):
 EPOCHS = (0, 1, 5, 1)
 
 
-def rows_of_epochs(attempt, workers, persistent):
-    """Return what this rank gets in each of EPOCHS."""
-    data = attempt(list(range(72)))
+def rows_of_epochs(attempt, workers, persistent, count):
+    """Return what this rank gets of so many rows in each of EPOCHS."""
+    data = attempt(list(range(count)))
     settings = {"collate_fn": list, "persistent_workers": persistent}
     batches = loader(data, 4, workers, **settings)
     found = []
@@ -264,21 +272,26 @@ def rows_of_epochs(attempt, workers, persistent):
     return found
 
 
-def wrong_in_epochs(ranks):
+def wrong_in_epochs(ranks, count):
     """Return what is wrong with the rows of all ranks, [[rows of an epoch]], or None."""
     for number, epoch in enumerate(EPOCHS):
         rows = sorted(flat(rank[number] for rank in ranks))
-        if rows != [*range(72)]:
+        if rows != [*range(count)]:
             often = max(rows.count(row) for row in rows) if rows else 0
-            text = f"{len(set(rows))} of 72 rows come in epoch {epoch}"
+            text = f"{len(set(rows))} of {count} rows come in epoch {epoch}"
             return f"{text}, one of them {often} times" if often > 1 else text
-        if len({len(rank[number]) for rank in ranks}) > 1:
+        if count == 72 and len({len(rank[number]) for rank in ranks}) > 1:
             return f"in epoch {epoch} the ranks have {[len(rank[number]) for rank in ranks]} rows"
     first, second, third, again = (ranks[0][number] for number in range(len(EPOCHS)))
     if first == second or second == third:
         return "the order of an epoch is that of the one before"
-    if second == [*range(0, 72, len(ranks))] or first == sorted(first):
+    if second == [*range(0, count, len(ranks))] or first == sorted(first):
         return "the rows are not shuffled"
+    if sorted(first) == sorted(second):
+        return "a rank gets the same rows in each epoch, in another order"
+    follow = [{pair for rank in ranks for pair in itertools.pairwise(rank[n])} for n in (0, 1)]
+    if len(follow[0] & follow[1]) > len(follow[0]) / 2:
+        return "most rows come after the same row as in the epoch before"
     if second != again:
         return "set_epoch(1) does not bring back the order of epoch 1, so nobody can go on there"
     return None
@@ -286,12 +299,15 @@ def wrong_in_epochs(ranks):
 
 def examine_job(rank, world_size, attempt):
     """Read four epochs with several numbers of workers; return what is wrong, or None."""
-    for workers, persistent in ((0, False), (1, True), (2, True), (3, True), (2, False)):
-        ranks = [None] * world_size
-        dist.all_gather_object(ranks, rows_of_epochs(attempt, workers, persistent))
-        if problem := wrong_in_epochs(ranks):
+    cases = [(0, False, 72), (1, True, 72), (2, True, 72), (3, True, 72), (2, False, 73)]
+    for workers, persistent, count in cases:
+        ranks, before = [None] * world_size, states()[1:]
+        dist.all_gather_object(ranks, rows_of_epochs(attempt, workers, persistent, count))
+        if problem := wrong_in_epochs(ranks, count):
             kept = ", kept alive," if persistent else ""
             return f"{of_workers(workers)}{kept} on each rank: {problem}"
+        if states()[1:] != before:
+            return "it changes the state of a generator from which augmentation may draw"
     return None
 
 
@@ -344,8 +360,8 @@ HINTS = {
         "this one takes?"
     ),
     "Job": (
-        "The first finding: who deals rows to workers, and what does `get_worker_info()` say "
-        "there? The second: which copy of `self.epoch` does `set_epoch` change, and what memory "
-        "do a rank and its workers share?"
+        "Of the order: which copy of `self.epoch` does `set_epoch` change, and what memory do a "
+        "rank and its workers share? Of rows that come twice: who deals rows to workers, and what "
+        "does `get_worker_info()` say there?"
     ),
 }

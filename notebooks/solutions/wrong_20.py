@@ -15,6 +15,14 @@ def by_sum(seed, epoch, row):
     return np.random.default_rng(seed + epoch + row).random(3).tolist()
 
 
+def by_digits(seed, epoch, row):
+    return np.random.default_rng(seed * 10**6 + epoch * 1000 + row).random(3).tolist()
+
+
+def by_low_bits(seed, epoch, row):
+    return numbers_of_row(seed, epoch, row & 127)
+
+
 def by_row_alone(seed, epoch, row):
     return np.random.default_rng([seed, row]).random(3).tolist()
 
@@ -65,6 +73,15 @@ def right_by_torch(seed, epoch, row):
     return torch.rand(3, generator=generator, dtype=torch.float64).tolist()
 
 
+def right_as_a_tensor(seed, epoch, row):
+    generator = torch.Generator().manual_seed(hash((seed, epoch, row)))
+    return torch.rand(3, generator=generator)
+
+
+def right_as_an_array(seed, epoch, row):
+    return np.random.default_rng([seed, epoch, row]).random(3, dtype=np.float32)
+
+
 # --- Task 3 ---
 
 
@@ -87,6 +104,12 @@ def deals_the_rest_anew(rows, batch_size, taken, worker, workers):
 
 def turned_the_other_way(rows, batch_size, taken, worker, workers):
     was = (worker - taken) % workers
+    given = -(-(taken - was) // workers)
+    return rows[was::workers][given * batch_size :]
+
+
+def turned_too_far(rows, batch_size, taken, worker, workers):
+    was = (worker + taken**3) % workers
     given = -(-(taken - was) // workers)
     return rows[was::workers][given * batch_size :]
 
@@ -158,6 +181,50 @@ class NeedsWorkers(Repaired):
         return iter(order[mine :: dist.get_world_size() * worker.num_workers])
 
 
+class SeedsEverybody(Repaired):
+    """All workers augment alike from here on."""
+
+    def __iter__(self):
+        random.seed(self.epoch.item())
+        self.rows.sort()
+        random.shuffle(self.rows)
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        mine = dist.get_rank() * workers + number
+        return iter(self.rows[mine :: dist.get_world_size() * workers])
+
+
+class ShufflesItsOwn(Repaired):
+    """Rows are dealt once, and each worker shuffles its own."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        mine = dist.get_rank() * workers + number
+        own = self.rows[mine :: dist.get_world_size() * workers]
+        return iter(random.Random(self.epoch.item()).sample(own, len(own)))
+
+
+class Rotates(Repaired):
+    def __iter__(self):
+        first = 7 * self.epoch.item() + 7
+        order = self.rows[first:] + self.rows[:first]
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        mine = dist.get_rank() * workers + number
+        return iter(order[mine :: dist.get_world_size() * workers])
+
+
+class CutsEnd(Repaired):
+    def __iter__(self):
+        order = random.Random(self.epoch.item()).sample(self.rows, len(self.rows))
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        size = len(order) // (dist.get_world_size() * workers)
+        mine = dist.get_rank() * workers + number
+        return iter(order[mine * size : (mine + 1) * size])
+
+
 class WithoutRanks(Repaired):
     def __iter__(self):
         order = random.Random(self.epoch.item()).sample(self.rows, len(self.rows))
@@ -188,7 +255,12 @@ class RightInBlocks(Repaired):
 
 # Other right answers.
 RIGHT = {
-    "numbers_of_row": [right_by_a_text, right_by_torch],
+    "numbers_of_row": [
+        right_by_a_text,
+        right_by_torch,
+        right_as_a_tensor,
+        right_as_an_array,
+    ],
     "rows_left": [right_by_counting],
     "Job": [RightInBlocks],
 }
@@ -202,6 +274,8 @@ WRONG = {
     },
     "numbers_of_row": {
         "a sum": (by_sum, "draw the same numbers"),
+        "decimal digits": (by_digits, "draw the same numbers"),
+        "the lowest bits of the row": (by_low_bits, "draw the same numbers"),
         "the same in each epoch": (by_row_alone, "draw the same numbers"),
         "a text without gaps": (by_text_without_gaps, "draw the same numbers"),
         "seeds everybody": (by_seeding_everybody, "changes the state of a generator"),
@@ -221,6 +295,10 @@ WRONG = {
             turned_the_other_way,
             "with 3 workers, taken = 1: next come the right rows",
         ),
+        "turned too far": (
+            turned_too_far,
+            "with 4 workers, taken = 2: next come the right rows in",
+        ),
         "from the start": (from_the_start, "with 1 worker, taken = 1: next come other rows"),
     },
     "Job": {
@@ -230,6 +308,10 @@ WRONG = {
         "counts its epochs": (CountsItself, "the order of epoch 1"),
         "each its own order": (UnseededOrder, "0 workers on each rank: "),
         "not shuffled": (NotShuffled, "the order of an epoch is that of the one before"),
+        "seeds everybody": (SeedsEverybody, "changes the state of a generator"),
+        "shuffles its own": (ShufflesItsOwn, "a rank gets the same rows in each epoch"),
+        "rotates": (Rotates, "most rows come after the same row"),
+        "cuts the end": (CutsEnd, "72 of 73 rows come in epoch 0"),
         "needs workers": (NeedsWorkers, "AttributeError"),
         "without ranks": (WithoutRanks, "one of them 2 times"),
         "rank and worker added": (WithOverlap, "of 72 rows come in epoch 0, one of them"),

@@ -67,6 +67,12 @@ OWN_GENERATOR = {
     ),
     "torch.randn(5)": "torch.randn(5, generator=self.chance)",
 }
+SEEDED = {
+    "    epoch = 0\n": (
+        "    epoch = 0\n\n    def __init__(self):\n        self.chance = torch.Generator()\n"
+    ),
+    "torch.Generator().manual_seed(self.epoch)": "self.chance.manual_seed(self.epoch)",
+}
 BFLOAT16 = {
     "nn.Linear(16, 3))\n": "nn.Linear(16, 3)).bfloat16()\n",
     "model(rows)": "model(rows.bfloat16())",
@@ -941,6 +947,58 @@ CLEAN = {
             "for row in rows[": "for number, row in enumerate(rows[",
             "part::parts]]": "part::parts]])",
             "yield row, row.sum(0, keepdim=True)": "yield row, torch.tensor([float(number)])",
+        },
+    ),
+    "two forwards of each batch of a stream": (
+        S,
+        {"model(inputs), targets)": "model(inputs) + model(inputs), targets)"},
+        "workers repeat rows",
+    ),
+    "a stream that gives each row twice": (
+        S,
+        {"    yield row, row.sum(0, keepdim=True)": "    yield from [(row, row[:1])] * 2"},
+        "workers repeat rows",
+    ),
+    "a stream of two views of each row": (
+        S,
+        {
+            "    yield row, ": "    for _ in range(2):\n                yield torch.randn(5), ",
+            "torch.manual_seed(0)\nmodel": "torch.manual_seed(rank)\nmodel",
+        },
+        "workers repeat rows",
+    ),
+    "a stream tested with two forwards of each batch": (
+        S,
+        {
+            END: "model.eval()\nwith torch.no_grad():\n"
+            "    for inputs, _ in DataLoader(data, 4, num_workers=2):\n"
+            "        model(inputs) + model.module(inputs)\n"
+            "dist.all_reduce(torch.ones(2))\n" + END,
+        },
+        "rows tested twice",
+    ),
+    "a generator of its own for the order": (S, SEEDED, "same random numbers"),
+    "a generator of its own, seeded for each row": (
+        S,
+        SEEDED
+        | {
+            "for row in rows[order[part::parts]]:\n": (
+                "for number in order[part::parts].tolist():\n"
+                "            self.chance.manual_seed(64 * self.epoch + number)\n"
+                "            row = rows[number] + torch.randn(5, generator=self.chance)\n"
+            )
+        },
+        "same random numbers",
+    ),
+    "attributes that can't be asked": (
+        N,
+        {
+            "class Noisy": "import random\n\n\nclass Noisy",
+            "    def __len__": (
+                "    def __init__(self):\n        self.chance = random.SystemRandom()\n"
+                "        self.shape = torch.zeros(2, device='meta')\n"
+                "        self.few = torch.eye(2).to_sparse()\n\n    def __len__"
+            ),
         },
     ),
     "a generator that each worker makes": (

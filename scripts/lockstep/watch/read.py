@@ -21,6 +21,7 @@ class Rank:
         self._open, self._last = {}, None  # epochs by (loader, epoch); the last one with a batch
         self._rows, self._past = [], []  # since the last update
         self._batch, self._asked = None, []  # row numbers: of the last batch; trained since then
+        self._given = None  # the last batch
         self.tested = []  # row numbers that a model was called with without gradients
         self.made, self.left_out = [], {}  # what there was no room for, and since which event
         for number, event in enumerate(events):
@@ -38,14 +39,14 @@ class Rank:
         self._last = self._open[event["loader"], event["epoch"]]
         self._last["batches"].append(event["rows"])
         self._last["marks"].append(event["marks"] or [])
-        self._batch = event["rows"]
+        self._batch, self._given = event["rows"], event
         self.forwards.append(event)
 
     def take_ended(self, event):
         self._open[event["loader"], event["epoch"]]["over"] = True
 
     def take_forward(self, event):
-        event["epoch"] = self._last
+        event["epoch"], event["batch"] = self._last, self._given
         self.forwards.append(event)
         if event["train"] and event["grad"]:
             self._rows.append(event["rows"])

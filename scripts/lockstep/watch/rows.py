@@ -14,6 +14,7 @@ from lockstep.watch.hooks import around
 _loaders = {}  # (line, id of the data): [number, how often it has begun, the data]
 _numbers = itertools.count()
 _looks = []  # at reading rows: a few are enough
+SHARED = {"torch", "random", "numpy"}  # generators that everybody draws from
 
 
 def watch():
@@ -28,6 +29,7 @@ def watch():
     around(iterator, "_reset", prepare)
     around(iterator, "_next_index", ask)
     around(iterator, "__next__", deliver)
+    around(dataloader._MultiProcessingDataLoaderIter, "_process_data", take)
     around(fetch._MapDatasetFetcher, "fetch", read)
     around(fetch._IterableDatasetFetcher, "fetch", read)
 
@@ -90,28 +92,38 @@ def told(data):
 
     found = {}
     for name, one in getattr(data, "__dict__", {}).items():
-        if isinstance(one, bool | int | float | str):
-            found[name] = repr(one)[:80]
-        elif isinstance(one, torch.Tensor) and one.numel() <= 16 and not one.is_shared():
-            found[name] = repr(one.tolist())
+        with contextlib.suppress(Exception):  # a tensor may have no numbers: on meta, for example
+            if isinstance(one, bool | int | float | str):
+                found[name] = repr(one)[:80]
+            elif isinstance(one, torch.Tensor) and one.numel() <= 16 and not one.is_shared():
+                found[name] = repr(one.tolist())
     return dict(list(found.items())[:16])
 
 
 def own_generators(data):
     """Return {name: a number for its state} of the generators that a data set has of its own."""
-    import torch
-
     found = {}
     for name, one in getattr(data, "__dict__", {}).items():
-        if isinstance(one, torch.Generator):
-            found[name] = facts.checksum(one.get_state())
-        elif isinstance(one, random.Random):
-            found[name] = hash(one.getstate()[1])
-        elif type(one).__module__.startswith("numpy.random"):
-            state = getattr(one, "bit_generator", one)
-            state = state.state if hasattr(state, "state") else one.get_state()
-            found[name] = zlib.crc32(repr(state).encode())
+        with contextlib.suppress(Exception):  # not each has a state: random.SystemRandom has none
+            state = state_of(one)
+            if state is not None:
+                found[name] = state
     return found
+
+
+def state_of(generator):
+    """Return a number for the state of a generator; None for what is none."""
+    import torch
+
+    if isinstance(generator, torch.Generator):
+        return facts.checksum(generator.get_state())
+    if isinstance(generator, random.Random):
+        return hash(generator.getstate()[1])
+    if type(generator).__module__.startswith("numpy.random"):
+        state = getattr(generator, "bit_generator", generator)
+        state = state.state if hasattr(state, "state") else generator.get_state()
+        return zlib.crc32(repr(state).encode())
+    return None
 
 
 def part_of(data):
@@ -142,6 +154,7 @@ def deliver(function, iterator, args, kwargs):
     if not iterator._epoch_now:
         return function()
     loader, epoch = iterator._epoch_now
+    iterator.__dict__["_from"] = None
     try:
         batch = function()
     except StopIteration:
@@ -155,8 +168,15 @@ def deliver(function, iterator, args, kwargs):
         iterator._epoch_now = None
         return batch
     rows = [number_in_whole(iterator._dataset, one) for one in index] if known else None
-    facts.note("batch", loader=loader, epoch=epoch, rows=rows, marks=marks)
+    made_by = iterator.__dict__["_from"]
+    facts.note("batch", loader=loader, epoch=epoch, rows=rows, marks=marks, worker=made_by)
     return batch
+
+
+def take(function, iterator, args, kwargs):
+    """A batch of a worker is taken: of which one? (Older PyTorch does not say.)"""
+    iterator.__dict__["_from"] = args[1] if len(args) > 1 else kwargs.get("worker_idx")
+    return function(*args, **kwargs)
 
 
 def number_in_whole(data, row):
@@ -182,7 +202,12 @@ def marks_of(batch, count):
 
 
 def read(fetch, fetcher, args, kwargs):
-    """Rows are read, here or in a worker: does that draw random numbers, and which?"""
+    """Rows are read, here or in a worker: does that draw random numbers, and which?
+
+    Of a generator of the data set's own counts also where it ends: one that is seeded for each row
+    begins alike everywhere, and ends apart. In a stream it counts from the second look on: with
+    the first rows it may have made their order, which is to be alike.
+    """
     if len(_looks) >= 2:
         return fetch(*args, **kwargs)
     _looks.append(True)
@@ -192,6 +217,11 @@ def read(fetch, fetcher, args, kwargs):
     batch = fetch(*args, **kwargs)
     after = states(fetcher.dataset)
     drawn = {source: state for source, state in before.items() if after.get(source) != state}
+    first = len(_looks) == 1 and isinstance(fetcher.dataset, torch.utils.data.IterableDataset)
+    for source in drawn.keys() - SHARED:
+        drawn[source] = hash((drawn[source], after.get(source)))
+        if first:
+            del drawn[source]
     if drawn:
         worker = torch.utils.data.get_worker_info()
         number = worker.id if worker else None

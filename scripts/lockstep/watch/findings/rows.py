@@ -1,6 +1,6 @@
 """Which rows the ranks train on, and evaluate on."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 
 from lockstep.watch.findings import NOT_MEANT, TO_KNOW, WRONG, sharded, share_rows
@@ -236,7 +236,7 @@ def judge_streams(ranks, streams, report):
     for labels, shown in enumerate(ways):
         judge_contents(shown, ranks, place, report, labels)
         judge_overlap(shown, place, report)
-        judge_workers(shown[0], first[0], report, labels)
+    judge_workers(ranks[0], first[0], report)
     pairs = zip(streams[0], streams[0][1:], strict=False)
     for number, (old, new) in enumerate(pairs, 1):
         judge_stream_order(ranks[0], number, old, new, report)
@@ -244,8 +244,13 @@ def judge_streams(ranks, streams, report):
 
 def given(rank, epoch):
     """Return what a model got in training in an epoch: [rows of each forward]."""
+    return [f["rows"] or [] for f in training(rank, epoch)]
+
+
+def training(rank, epoch):
+    """Return the forwards of an epoch that train."""
     calls = [f for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
-    return [f["rows"] or [] for f in calls if f["train"] and f["grad"]]
+    return [f for f in calls if f["train"] and f["grad"]]
 
 
 def labels_tell_rows_apart(epoch):
@@ -265,13 +270,28 @@ def judge_overlap(shown, place, report):
         report.found("rows twice", NOT_MEANT, f"{text}, or it has equal rows", place)
 
 
-def judge_workers(shown, epoch, report, labels=False):
-    """Say whether each worker of a stream reads all of its rows."""
-    times = Counter(flat(shown))
-    if epoch["workers"] > 1 and len(times) > 1 and min(times.values()) >= epoch["workers"]:
-        text = f"each row came {min(times.values())} times on one rank,"
-        text += f" from {epoch['workers']} workers{BY_LABELS if labels else ''}"
-        report.found("workers repeat rows", NOT_MEANT if labels else WRONG, text, epoch["where"])
+def judge_workers(rank, epoch, report):
+    """Say whether each worker of a stream reads all of its rows.
+
+    A worker may give a row twice, and a model may get a batch twice: that is somebody's wish.
+    """
+    end = rank.left_out.get("rows", float("inf"))  # from here on a forward may have another batch
+    calls = [f for f in training(rank, epoch) if f["number"] < end]
+    ways = [[(f["batch"]["worker"], f["rows"] or []) for f in calls]]
+    if labels_tell_rows_apart(epoch):
+        given = [e for e in rank.of("batch") if e["loader"] == epoch["loader"]]
+        given = [e for e in given if e["epoch"] == epoch["epoch"]]
+        ways.append([(e["worker"], e["marks"] or []) for e in given])
+    for labels, pairs in enumerate(ways):
+        workers = defaultdict(set)  # of each row
+        for worker, rows in pairs:
+            for row in rows:
+                workers[row].add(worker)
+        fewest = min((len(of - {None}) for of in workers.values()), default=0)
+        if len(workers) > 1 and fewest == epoch["workers"] > 1:
+            text = f"each row came {fewest} times on one rank, from {fewest} workers"
+            text, strength = (text + BY_LABELS, NOT_MEANT) if labels else (text, WRONG)
+            report.found("workers repeat rows", strength, text, epoch["where"])
 
 
 def judge_stream_order(rank, number, old, new, report):
@@ -287,9 +307,8 @@ def judge_stream_order(rank, number, old, new, report):
     text = f"epoch {number} has the order of epoch {number - 1}"
     names = [name for name, value in new["told"].items() if old["told"].get(name) != value]
     if names and new["stays"]:
-        why = (
-            f"{names[0]} was changed, but workers that stay keep the data set that they began with"
-        )
+        why = f"{names[0]} was changed, and workers that stay have the data set that they began"
+        why += " with (right, if they count by themselves, and this order is meant)"
         report.found("order repeats", NOT_MEANT, f"{text}: {why}", new["where"])
     else:
         report.found("not shuffled", TO_KNOW, f"{text}: rows are not shuffled", new["where"])
@@ -330,9 +349,16 @@ def evaluation(job, report):
 
 
 def seen_in(rank, epoch):
-    """Return what a model got without gradients in an epoch: [rows of each forward]."""
+    """Return what models got without gradients in an epoch: [rows of each batch].
+
+    What is called twice with a batch, or is one of two models, sees its rows once.
+    """
     calls = [f for f in rank.forwards if f["what"] == "forward" and f["epoch"] is epoch]
-    return [f["rows"] or [] for f in calls if not f["grad"]]
+    found = defaultdict(Counter)
+    for call in calls:
+        if not call["grad"]:
+            found[id(call["batch"])] |= Counter(call["rows"] or [])
+    return [list(rows.elements()) for rows in found.values()]
 
 
 def tests(rank, epoch):
