@@ -54,7 +54,8 @@ def origin(n, number, update, theirs):
     norms = [of[number - 1]["own_norms"][n] for of in theirs]
     if bad := [rank for rank, norm in enumerate(norms) if is_bad(norm)]:
         return f", and this rank's own had not: it came from rank {bad[0]}"
-    return ", and no rank's own had: was the sum too large for its type?" if any(norms) else ""
+    text = ", and no rank's own had: is it, or the sum, too large for the type it is sent in?"
+    return text if any(norms) else ", and this rank's own had not"
 
 
 def is_bad(number):
