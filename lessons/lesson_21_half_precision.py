@@ -1,7 +1,7 @@
 """Lesson 21: how do N ranks train with 16 bits instead of 32, and lose nothing that matters?
 
 The model computes in float16 or bfloat16, and gradients travel in it: half the bytes. What is
-updated stays float32. A float16 ends at 65504, and below 6e-8 it is 0, so the loss is multiplied
+updated stays float32. A float16 ends at 65504, and below 3e-8 it is 0, so the loss is multiplied
 before backward(), and the gradients are divided after it. If one rank finds inf or nan among them,
 no rank takes this step. The launcher compares with one process that computes in float64.
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before the group exists: later, gloo's threads would outlive it
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,11 +65,15 @@ class LossScale:
 
     def unscale(self, parameters):
         """Divide the gradients by the factor; return whether those of all ranks are finite."""
+        parameters = list(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
+        found = torch.tensor(False, device=parameters[0].device)
         for gradient in gradients:
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()  # the part that this rank keeps
             gradient /= self.factor
-        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
-        return not on_any_rank(~finite)
+            found |= ~gradient.isfinite().all()
+        return not on_any_rank(found)  # also a rank that has no gradients calls it
 
     def update(self, finite):
         """Say how the step went: this sets the factor of the next one."""

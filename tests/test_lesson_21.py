@@ -15,7 +15,7 @@ HALF = SOURCE[SOURCE.index(MEAN) : SOURCE.index(BACK)] + BACK
 LATER = HALF.replace(" / dist.get_world_size()", "")
 LATER = LATER.replace("done.value()[0]", "done.value()[0] / dist.get_world_size()")
 ANYWHERE = "    return anywhere.item() > 0"
-MAX, FINITE = "op=dist.ReduceOp.MAX", "finite = torch.stack"
+MAX, SENT = "op=dist.ReduceOp.MAX", "sent = dist.all_reduce(half, async_op=True).get_future()"
 DIVIDE = "            gradient /= self.factor\n"
 SILENT = "contextlib.nullcontext() if last else replica.no_sync()"
 LOSS = "loss = mse_loss(outputs.float(), targets) / len(micro_batches)"
@@ -40,9 +40,27 @@ BREAKS = {
     "skipped only where all ranks have inf": (MAX, MAX.replace("MAX", "MIN")),
     "nan is overlooked": ("gradient.isfinite()", "(~gradient.isinf())"),
     "inf is overlooked": ("gradient.isfinite()", "(~gradient.isnan())"),
-    "one gradient is looked at": (
-        "for gradient in gradients]).all",
-        "for gradient in gradients[1:]]).all",
+    "the last gradient is looked at": ("found |= ~", "found = ~"),
+    "the first gradient is looked at": ("~gradient.isfinite()", "~gradients[0].isfinite()"),
+    "one number of each is looked at": (
+        "gradient.isfinite()",
+        "gradient.flatten()[:1].isfinite()",
+    ),
+    "a rank without gradients decides alone": (
+        "return not on_any_rank(found)",
+        "return not on_any_rank(found) and bool(gradients)",
+    ),
+    "the hook waits for its sum": (
+        SENT,
+        SENT.replace(".get_future()", "\n    sent.wait()\n    sent = sent.get_future()"),
+    ),
+    "bfloat16 is sent as float16": (
+        ".to(dtype)",
+        ".to(torch.float16 if dtype == torch.bfloat16 else dtype)",
+    ),
+    "another factor, if none is asked for": (
+        "factor=2.0**16, patience=2000",
+        "factor=1.0, patience=2",
     ),
     "gradients are not divided": (DIVIDE, "            pass\n"),
     "divided twice": (DIVIDE, DIVIDE * 2),
@@ -148,3 +166,27 @@ def test_the_technique_runs_in_a_project_of_ones_own(tmp_path):
     (code, zero), (other, one) = run_warm(file, 2)
     assert (code, other) == (0, 0) and zero == one  # one model, and one factor
     assert zero.split()[:2] == ["True", "True"], zero
+
+
+SHARDED = """
+
+if __name__ == "__main__":
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world_size, device = join_group("gloo")
+    model, scale = fully_shard(nn.Linear(4, 4)), LossScale(8.0)
+    for value in (8.0, math.inf):
+        (8 * model(torch.ones(2, 4)).sum()).backward()
+        if rank == 1:
+            model.weight.grad.to_local()[0, 0] = value
+        print(scale.unscale(model.parameters()), model.bias.grad.to_local().tolist())
+        model.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+def test_parts_of_gradients_are_divided_and_one_rank_s_inf_is_told_to_all(tmp_path):
+    file = tmp_path / "sharded.py"
+    file.write_text(SOURCE.partition("# --- The example ---")[0] + SHARDED)
+    for code, said in run_warm(file, 2):
+        assert (code, said.splitlines()) == (0, ["True [2.0, 2.0]", "False [2.0, 2.0]"])

@@ -227,3 +227,16 @@ def test_each_kind_of_finding_is_in_the_table_of_faults_and_on_the_page():
         assert f"| {kind} |" in page, kind
         assert kind in wanted, kind
         assert list((ROOT / "lessons").glob(f"lesson_{lesson}_*.py"))
+
+
+def test_inf_is_traced_to_a_rank_only_if_all_have_made_the_same_steps():
+    from lockstep.watch.findings.halves import origin
+
+    def told(*norms, passes=1):
+        theirs = [[{"own_norms": [norm], "backwards": [0]}] for norm in norms]
+        theirs[-1][0]["backwards"] *= passes
+        return origin(0, 1, theirs[0][0], theirs)
+
+    bad = float("inf")
+    assert "came from rank 1" in told(1.0, bad) and "too large" in told(1.0, 2.0)
+    assert told(bad, 1.0) == "" and told(1.0, bad, passes=2) == told(0.0, 0.0)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import math
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import lesson_21_half_precision as lesson
 import torch
@@ -19,6 +20,7 @@ from torch.nn.functional import mse_loss
 KEEP_VALUES = 1  # of every update
 LIMITS = {"--steps": (4, 1000), "--micro-batches": (1, 16), "--batch-size": (2, 10**4)}
 LIMITS |= {"--factor": (2**12, 2**24), "--seed": (0, 2**32 - 1)}
+BAD = (math.inf, -math.inf, math.nan)
 ROUNDINGS = 20  # by which a gradient may be off, as a part of its length
 
 
@@ -180,42 +182,49 @@ def wrong_in_plays(ranks=2):
 
 def wrong_in_hook(ranks):
     """A mean that float16 has arrives, though the sum, or one rank's part, is too large for it."""
-    numbers = [torch.tensor([4e4, 1e5 * (rank == 0), 3e-3 * rank]) for rank in range(ranks)]
-    right, wrong = torch.stack(numbers).mean(0), []
+    wrong, waits = [], []
     for dtype in lesson.DTYPES.values():
+        large = 4e4 if dtype == torch.float16 else 1e6  # what only the others have
+        numbers = [torch.tensor([large, 1e5 * (r == 0), 3e-3 * r]) for r in range(ranks)]
+        right = torch.stack(numbers).mean(0)
 
-        def average(rank, *_, dtype=dtype):
+        def average(rank, *_, dtype=dtype, numbers=numbers):
             buffer = numbers[rank].clone()
-            result = lesson.send_in(dtype, SimpleNamespace(buffer=lambda: buffer)).wait()
-            return result, buffer
+            sent = lesson.send_in(dtype, SimpleNamespace(buffer=lambda: buffer))
+            return sent.wait(), buffer
 
-        for result, buffer in threads.play(lesson.dist, ranks, average):
+        with patch.object(threads.Done, "wait", lambda _: waits.append("waits for its sum")):
+            played = threads.play(lesson.dist, ranks, average)
+        for result, buffer in played:
             result = result[0] if isinstance(result, list) else result
             off = ((result - right).abs() / right).max().item()
             fine = off <= ranks * torch.finfo(dtype).eps and torch.equal(result, buffer)
             rules = {f"sent in {dtype}, a mean of {ranks} ranks is {off:.2g} off": fine}
             rules[f"the hook returns {result.dtype}"] = result.dtype == torch.float32
             wrong += claims.broken(rules)
-    return wrong
+    return wrong + [f"the hook {text}, in the middle of backward" for text in waits[:1]]
 
 
 def wrong_in_decision(ranks):
     """If one gradient of one rank is inf or nan, all know; else each is divided, and all go on."""
-    wrong = []
-    for value in (4.0, math.inf, -math.inf, math.nan):
+    wrong, cases = [], [(4.0, 0, 0), (None, 0, 0)]  # None: a rank without any gradient
+    cases += [(value, n, at) for value in BAD for n, at in ((0, 0), (0, 5), (1, 0), (1, 1))]
+    for value, n, at in cases:
 
-        def decide(rank, *_, value=value):
-            model = nn.Linear(2, 2)
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 4.0)
-            model.weight.grad[0, 0] = value if rank == ranks - 1 else 4.0
+        def decide(rank, *_, value=value, n=n, at=at):
+            model = nn.Linear(3, 2)
+            for p in model.parameters() if rank != ranks - 1 or value is not None else ():
+                p.grad = torch.full_like(p, 4.0)
+                if p is [*model.parameters()][n] and rank == ranks - 1:
+                    p.grad.flatten()[at] = value
             finite = lesson.LossScale(8.0).unscale(model.parameters())
-            return finite, model.bias.grad.tolist()
+            return finite, [p.grad.flatten().tolist() for p in model.parameters() if rank == 0]
 
-        for finite, gradient in threads.play(lesson.dist, ranks, decide):
-            right = finite == math.isfinite(value) and gradient == [0.5, 0.5]
-            said = f"with {value} on the last rank, one says {finite}, and has {gradient}"
-            wrong += claims.broken({said: right})
+        answers = threads.play(lesson.dist, ranks, decide)
+        divided = answers[0][1] == [[0.5] * 6, [0.5] * 2]
+        right = divided and {finite for finite, _ in answers} == {value not in BAD}
+        said = f"with {value} on the last rank, they say {answers}"
+        wrong += claims.broken({said: right})
     return wrong
 
 
@@ -226,7 +235,12 @@ def wrong_in_factor():
         scale.update(bool(finite))
         factors.append(scale.factor)
     right = [8, 8, 4, 4, 4, 8, 4, 4, 4, 8, 8, 8, 16]
-    return claims.broken({f"its factors are {factors}, not {right}": factors == right})
+    usual = lesson.LossScale()
+    rules = {f"its factors are {factors}, not {right}": factors == right}
+    rules["by itself it is not GradScaler's: 65,536, and 2,000 good updates"] = (
+        usual.factor == 2**16 and usual.patience == 2000
+    )
+    return claims.broken(rules)
 
 
 class Alone(nn.Sequential):

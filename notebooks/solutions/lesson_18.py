@@ -48,14 +48,19 @@ class Sent(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            name, ranks = function._schema.name.split("::")[1].strip("_"), dist.get_world_size()
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function._schema.name.split("::")[1].replace("_", "")
+            ranks = dist.get_world_size()
             names = [argument.name for argument in function._schema.arguments]
             given = [one for one, n in zip(args, names, strict=False) if n.startswith("input")]
             leaves = [t for t in tree_leaves(given or args) if isinstance(t, torch.Tensor)]
-            share = dict.fromkeys(("alltoall", "alltoall_base"), (ranks - 1) / ranks)
-            share |= dict.fromkeys(("allgather", "allgather_base"), ranks - 1)
-            share |= {"send": 1, "recv": 0, "recv_any_source": 0, "barrier": 0}
+            share = dict.fromkeys(
+                ("alltoall", "alltoallbase", "alltoallsingle"), (ranks - 1) / ranks
+            )
+            gathers = "allgather", "allgatherbase", "allgatherintotensor"
+            share |= dict.fromkeys(gathers, ranks - 1)
+            share |= dict.fromkeys(("recv", "recvanysource", "barrier", "waittensor"), 0)
+            share |= {"send": 1}
             twice = 2 * (ranks - 1) / ranks  # all_reduce; reduce_scatter over gloo is one
             self.nbytes += share.get(name, twice) * sum(leaf.nbytes for leaf in leaves)
         return function(*args, **(kwargs or {}))

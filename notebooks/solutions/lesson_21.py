@@ -138,24 +138,29 @@ class Job:
             p.data = 0.1 * torch.randn(p.shape, generator=generator).double()
             q.data = p.data.clone()
         self.replica = DistributedDataParallel(model)
-        self.optimizer = torch.optim.SGD(self.replica.parameters(), lr=0.1)
-        self.twins = torch.optim.SGD(self.twin.parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD(self.replica.parameters(), lr=0.1, momentum=0.9)
+        self.twins = torch.optim.SGD(self.twin.parameters(), lr=0.1, momentum=0.9)
         self.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        self.data = torch.randn(5, world_size, 3, 4, 9, generator=generator).double()
+        self.data = torch.randn(6, world_size, 3, 4, 9, generator=generator).double()
         self.data *= 5
         self.data[3] *= 0.01  # small gradients, which are not clipped
         self.data[1, world_size - 1, 1, 2, 3] = math.inf  # step 2, in a micro-batch of one rank
+        self.data[5, 0, 0, 0] = 3e153  # step 6: only multiplied gradients are too large for float64
 
     def micro_batches(self, step, rank):
-        return [(rows[:, :6], rows[:, 6:]) for rows in self.data[step, rank]]
+        return [(rows[:, :6], rows[:, 6:]) for rows in self.rows(step)[rank]]
+
+    def rows(self, step):
+        """Return the rows of all ranks: three micro-batches of each, and only two in step 4."""
+        return self.data[step, :, : 2 if step == 3 else 3]
 
     def step_alone(self, step):
         """Make the update of one process on the rows of all ranks."""
         self.twins.zero_grad()
-        rows = self.data[step].flatten(0, 2)
+        rows = self.rows(step).flatten(0, 2)
         mse_loss(self.twin(rows[:, :6]), rows[:, 6:]).backward()
         nn.utils.clip_grad_norm_(self.twin.parameters(), 1.0)
-        if rows.isfinite().all():
+        if step not in (1, 5):
             self.twins.step()
 
     def off(self):
@@ -164,11 +169,18 @@ class Job:
         return max((p - q).abs().max().item() for p, q in pairs)
 
 
-SCALES = [1024.0, 512.0, 512.0, 1024.0, 1024.0]  # after each step: doubled after two good ones
+SCALES = [
+    1024.0,
+    512.0,
+    512.0,
+    1024.0,
+    1024.0,
+    512.0,
+]  # after each step: doubled after two good ones
 
 
 def examine_update(rank, world_size, attempt):
-    """Make five steps with the attempt; return the first problem of any rank, or None."""
+    """Make six steps with the attempt; return the first problem of any rank, or None."""
     job = Job(world_size)
     for step, scale in enumerate(SCALES):
         attempt(job.replica, job.optimizer, job.scaler, job.micro_batches(step, rank))
@@ -206,7 +218,7 @@ def may_step(loss, gradients):
 
 
 def cases(world_size):
-    """Return {what has happened: (losses, the number that each rank's gradient has in it)}."""
+    """Return {what has happened: (losses, a number in a gradient of each rank, which gradient)}."""
     last, inf, nan = world_size - 1, math.inf, math.nan
     fine, ones = [0.5] * world_size, [1.0] * world_size
 
@@ -214,21 +226,24 @@ def cases(world_size):
         return [value if r == rank else v for r, v in enumerate(values)]
 
     return {
-        "all is finite": (fine, ones),
-        "inf is in the part of rank 0": (fine, with_one(ones, 0, inf)),
-        "nan is in the part of the last rank": (fine, with_one(ones, last, nan)),
-        "inf and -inf are on two ranks": (fine, with_one(with_one(ones, 0, inf), last, -inf)),
-        "the loss of the last rank is nan": (with_one(fine, last, nan), ones),
-        "all is finite again": (fine, ones),
-        "large numbers are on all ranks": (fine, [3e38] * world_size),
+        "all is finite": (fine, ones, 0),
+        "inf is in the part of rank 0": (fine, with_one(ones, 0, inf), 1),
+        "nan is in the part of the last rank": (fine, with_one(ones, last, nan), 0),
+        "-inf is in the part of the last rank": (fine, with_one(ones, last, -inf), 2),
+        "inf and -inf are on two ranks": (fine, with_one(with_one(ones, 0, inf), last, -inf), 1),
+        "the loss of the last rank is nan": (with_one(fine, last, nan), ones, 1),
+        "the loss of rank 0 is inf": (with_one(fine, 0, inf), ones, 1),
+        "all is finite again": (fine, ones, 1),
+        "large numbers are on all ranks": (fine, [3e38] * world_size, 1),
     }
 
 
 def examine_may_step(rank, world_size, attempt):
     """Call the attempt in several cases; return the first problem of any rank, or None."""
-    for name, (losses, values) in cases(world_size).items():
+    for name, (losses, values, place) in cases(world_size).items():
         right = all(map(math.isfinite, losses + values))
-        gradients = [torch.ones(4, 3), torch.tensor([1.0, values[rank], 1.0])]
+        gradients = [torch.ones(4, 3), torch.ones(3), torch.ones(2, 2)]
+        gradients[place].view(-1)[-1] = values[rank]
         with Sent() as sent:
             answer = bool(attempt(losses[rank], gradients))
         problem = None
@@ -266,8 +281,9 @@ HINTS = {
         "and in which type?"
     ),
     "update": (
-        "Which numbers does the clipping see: those of the loss, or 1024 times as many? And of how "
-        "many micro-batches? Ask of each line what has to be complete before it."
+        "Which numbers does the clipping see: the true ones, or 1,024 times those? "
+        "`scaler.unscale_(optimizer)` divides, once. And of how many micro-batches? Ask of each "
+        "line what has to be complete before it."
     ),
     "may_step": (
         "A rank can see its own loss and its own part of the gradients, and no more. One number "

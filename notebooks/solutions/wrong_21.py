@@ -16,6 +16,11 @@ def in_float32(flat):
     return flat / dist.get_world_size()
 
 
+def by_functional_collectives(flat):
+    total = torch.distributed._functional_collectives.all_reduce(flat, "sum", dist.group.WORLD)
+    return total / dist.get_world_size()
+
+
 def added_in_bfloat16(flat):
     half = flat.bfloat16()
     dist.all_reduce(half)
@@ -179,6 +184,40 @@ def skips_by_loss(replica, optimizer, scaler, micro_batches):
         optimizer.step()
 
 
+def by_three(replica, optimizer, scaler, micro_batches):
+    add_up(replica, optimizer, scaler, micro_batches, 3)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_all_losses(replica, optimizer, scaler, micro_batches):
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for rows, targets in micro_batches:
+        loss = mse_loss(replica(rows), targets) / len(micro_batches)
+        scaler.scale(loss).backward()
+        total += not loss.isfinite()
+    dist.all_reduce(total)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+    if total == 0:
+        optimizer.step()
+    scaler.update()
+
+
+def makes_nan_zero(replica, optimizer, scaler, micro_batches):
+    add_up(replica, optimizer, scaler, micro_batches)
+    scaler.unscale_(optimizer)
+    for p in replica.parameters():
+        if not p.grad.isfinite().all():
+            p.grad.zero_()
+    nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+    optimizer.step()
+    scaler.update()
+
+
 def by_a_scaled_norm(replica, optimizer, scaler, micro_batches):
     """Right: the limit is multiplied, in place of the gradients being divided."""
     add_up(replica, optimizer, scaler, micro_batches)
@@ -273,6 +312,7 @@ WRONG = {
     },
     "mean_rounded_once": {
         "in float32": (in_float32, "bytes, where"),
+        "in float32, functional": (by_functional_collectives, "bytes, where"),
         "added in bfloat16": (added_in_bfloat16, "with 3 ranks: rank 0 has"),
         "parts added in bfloat16": (parts_added_in_bfloat16, NOT_ONE),
         "in float16": (in_float16, NOT_ONE),
@@ -296,6 +336,9 @@ WRONG = {
         "past the scaler": (past_the_scaler, "with inf or nan in step 2"),
         "without a scaler": (without_a_scaler, "has the factor 1024 after step 2"),
         "skips by loss": (skips_by_loss, "in step 2"),
+        "by three": (by_three, "in step 4"),
+        "by all losses": (by_all_losses, "with inf or nan in step 6"),
+        "makes nan zero": (makes_nan_zero, "in step 2"),
     },
     "may_step": {
         "by own loss": (by_own_loss, BY_OWN),
@@ -306,6 +349,27 @@ WRONG = {
         "leaves early": (leaves_early, "no answer after", impatient),
         "as rank 0": (as_rank_0, "when nan is in the part of the last rank"),
         "by the sum": (by_the_sum, "when the loss of the last rank is nan"),
+        "the last gradient": (
+            agreed(lambda loss, gradients: not by_own_gradients(loss, gradients[-1:])),
+            BY_OWN,
+        ),
+        "the middle one": (
+            agreed(lambda loss, gradients: not by_own_gradients(loss, gradients[1:2])),
+            "when nan is in the part of the last rank",
+        ),
+        "-inf is overlooked": (
+            agreed(
+                lambda loss, gradients: (
+                    not math.isfinite(loss)
+                    or any(bool((g.isnan() | (g == math.inf)).any()) for g in gradients)
+                )
+            ),
+            "when -inf is in the part of the last rank",
+        ),
+        "only a loss of nan": (
+            agreed(lambda loss, gradients: math.isnan(loss) or not by_own_gradients(0, gradients)),
+            "when the loss of rank 0 is inf",
+        ),
         "all gradients": (by_all_gradients, "bytes to decide"),
         "by the norm": (by_the_norm, "when the loss of the last rank is nan"),
         "all have to find it": (

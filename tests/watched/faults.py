@@ -80,14 +80,37 @@ BFLOAT16 = {
 }
 UNSCALE = "        scaler.unscale_(optimizer)\n"
 UPDATE = "        scaler.step(optimizer)\n        scaler.update()\n"
+UNSCALED = "        for p in model.parameters():\n            p.grad /= 1024\n"
+CLIP = "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 BY_HAND = {  # a loss scale without a GradScaler
     "scaler.scale(loss)": "(1024 * loss)",
-    UNSCALE: "        for p in model.parameters():\n            p.grad /= 1024\n",
+    UNSCALE: UNSCALED,
     UPDATE: "        optimizer.step()\n",
 }
-DIVIDED = (
-    "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-    "        for p in model.parameters():\n            p.grad /= 1024\n"
+DIVIDED = CLIP + UNSCALED
+OWN_SGD = """class MasterSGD(torch.optim.Optimizer):
+    def __init__(self, parameters, lr, **others):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, group["lr"], self.state[p])
+
+    def update(self, p, lr, state):
+"""
+MASTER_SGD = OWN_SGD + (
+    "        master = state.setdefault('master', p.float())\n"
+    "        p.copy_(master.sub_(lr * p.grad.float()))\n\n\ndef make_data"
+)
+RANDOM_SGD = OWN_SGD.replace("Master", "Random") + (
+    "        fine = p.float() - lr * p.grad.float()\n"
+    "        chance = torch.Generator().manual_seed(len(state))\n"
+    "        state[len(state)] = 0\n"
+    "        some = torch.randint(2**16, p.shape, generator=chance, dtype=torch.int32)\n"
+    "        p.copy_(((fine.view(torch.int32) + some) & -(2**16)).view(torch.float32))\n"
+    "\n\ndef make_data"
 )
 MASTERS = {  # float32 copies, which are updated
     "nn.Linear(8, 1))\n": "nn.Linear(8, 1)).bfloat16()\n",
@@ -1018,6 +1041,73 @@ CLEAN = {
     "as they are: a row beyond float16, which all skip": (
         P,
         {"randn(64, 5)\n": "randn(64, 5)\nrows[9] = 1e5\n"},
+    ),
+    "as they are: a row beyond float16, which the fused update skips": (
+        P,
+        {"randn(64, 5)\n": "randn(64, 5)\nrows[9] = 1e5\n", "lr=0.05": "lr=0.05, fused=True"},
+    ),
+    "as they are: a scaler and a fused update": (
+        P,
+        {UNSCALE: "", CLIP: "", "0.05": "0.05, fused=True"},
+    ),
+    "as they are: a scaler whose gradients are divided by hand": (
+        P,
+        {
+            UNSCALE: UNSCALED.replace("1024", "scaler.get_scale()"),
+            UPDATE: "        optimizer.step()\n",
+        },
+    ),
+    "as they are: clipped to a limit with the factor in it": (
+        P,
+        {UNSCALE: "", "parameters(), 1.0)": "parameters(), scaler.get_scale())"},
+    ),
+    "as they are: one scaler, two losses, two optimizers": (
+        P,
+        {
+            "scaler = ": "head = DistributedDataParallel(nn.Linear(5, 1))\n"
+            "other = torch.optim.SGD(head.parameters(), lr=0.05)\nscaler = ",
+            "optimizer.zero_grad()": "optimizer.zero_grad(), other.zero_grad()",
+            UPDATE: '        with torch.autocast("cpu", torch.float16):\n'
+            "            outputs = head(inputs)\n"
+            "        loss = nn.functional.mse_loss(outputs.float(), targets)\n"
+            "        scaler.scale(loss).backward()\n        scaler.unscale_(other)\n"
+            "        scaler.step(optimizer), scaler.step(other)\n        scaler.update()\n",
+        },
+    ),
+    "a finer copy of each weight inside of the optimizer": (
+        D,
+        BFLOAT16
+        | {"def make_data": MASTER_SGD, "torch.optim.SGD": "MasterSGD", "lr=0.1": "lr=1e-4"},
+        "updates lost",
+    ),
+    "an optimizer that rounds at random": (
+        D,
+        BFLOAT16
+        | {"def make_data": RANDOM_SGD, "torch.optim.SGD": "RandomSGD", "lr=0.1": "lr=1e-3"},
+        "replicas differ",
+    ),
+    "a rank that needs more passes for some updates": (
+        D,
+        {
+            "rows.chunk(2), labels.chunk(2)": (
+                "rows.chunk(parts := 1 + (rank * 8 < rows.sum())), labels.chunk(parts)"
+            )
+        },
+        "skipped alone",
+    ),
+    "rank 0 draws what its model looks at": (
+        D,
+        {
+            STEP: STEP.replace(
+                "            schedule",
+                "            if rank == 0 and len(rows) < 8:\n"
+                "                model.requires_grad_(False)\n"
+                "                for _ in range(2):\n"
+                "                    model(rows.requires_grad_()).sum().backward()\n"
+                "                model.requires_grad_(True)\n            schedule",
+            )
+        },
+        "skipped alone",
     ),
     "weights in bfloat16, large updates": (D, BFLOAT16 | {"lr=0.1": "lr=1.0"}, "updates lost"),
     "float32 copies of bfloat16 weights": (H, MASTERS, "updates lost|in no optimizer"),

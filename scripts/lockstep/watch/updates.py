@@ -16,8 +16,10 @@ _backwards = []  # since the last update: [line, whether no_sync() was on]
 _clipped = []  # since the last update: lines
 _unclipped = {}  # id of a parameter: the projection of its gradient before it was first clipped
 _clipped_to = {}  # id of a parameter: the projection of its gradient after it was last clipped
+_limits = []  # since the last update: the largest norm, or number, that gradients were clipped to
 _scaled = []  # since the last update: factors by which a GradScaler has multiplied losses
 _unscaled = set()  # ids of optimizers whose gradients it has divided since
+LIMITS = ("max_norm", "clip_value")  # how the two functions that clip name them
 _inside = []  # frames that make an update now: an optimizer may be made of another
 
 
@@ -74,6 +76,7 @@ def clip(function, instance, args, kwargs):
     import torch
 
     _clipped.append(facts.where())
+    _limits.append(float([*args[1:2], *(kwargs.get(n) for n in LIMITS if n in kwargs)][0]))
     given = args[0] if args else kwargs["parameters"]
     given = [given] if isinstance(given, torch.Tensor) else list(given)
     for p in given:
@@ -230,7 +233,8 @@ def before(optimizer, args, kwargs):
             "some": [some for _, _, some in looks],
             "unclipped": [_unclipped.get(id(p)) for p in found],
             "clipped_to": [_clipped_to.get(id(p)) for p in found],
-            "factor": _scaled[-1] if _scaled and id(optimizer) not in _unscaled else None,
+            "limit": _limits[-1] if _limits else None,
+            "factor": factor_in(optimizer, kwargs),
             "crumbs": [one["crumbs"] for one in own],
             "own": [one["sum"] for one in own],
             "own_norms": [one["norm"] for one in own],
@@ -246,6 +250,15 @@ def before(optimizer, args, kwargs):
         if is_kept(known["made"]):
             known["values"] = numbers("before", found)
             known["values"] |= numbers("gradients", [p.grad for p in found])
+
+
+def factor_in(optimizer, kwargs):
+    """Return the factor that a GradScaler has left in the gradients, or None.
+
+    A fused optimizer gets it from the scaler, and divides inside of the update.
+    """
+    divides = getattr(optimizer, "grad_scale", None) is not None or "grad_scaler" in kwargs
+    return _scaled[-1] if _scaled and id(optimizer) not in _unscaled and not divides else None
 
 
 def is_kept(made):
@@ -275,11 +288,11 @@ def after(optimizer, args, kwargs):
         if kept:
             kept |= numbers("after", known["parameters"])
             kept = facts.keep(kept, f"{known['number']}_{known['made']}")
-        about = known.pop("now") | {"halves": lost_in(known.pop("halves"))}
+        about = known.pop("now") | {"halves": lost_in(optimizer, known.pop("halves"))}
         facts.note("update", optimizer=known["number"], after=sums, values=kept, **about)
     _backwards.clear()
     _clipped.clear()
-    for noted in (_unclipped, _clipped_to, _scaled, _unscaled):
+    for noted in (_unclipped, _clipped_to, _limits, _scaled, _unscaled):
         noted.clear()
     known["made"] += 1
     if known["made"] <= 2:  # an optimizer may make its states in its first update
@@ -294,18 +307,26 @@ def after(optimizer, args, kwargs):
         leave()
 
 
-def lost_in(halves):
+def lost_in(optimizer, halves):
     """Return of how many numbers of 16 bits an update had a gradient, and how many are as before.
 
-    None if the parameters {parameter: its numbers before} are none.
+    None if the parameters {parameter: its numbers before} are none. Those are left out of which
+    the optimizer keeps a finer copy, which is what it updates.
     """
     had, same = 0, 0
     for p, before in halves.items():
-        if p.grad is not None:
+        if p.grad is not None and not any(is_master(t, p) for t in optimizer.state[p].values()):
             some = facts.flat(p.grad) != 0
             had += int(some.sum())
             same += int((some & (facts.flat(p) == before)).sum())
-    return [had, same] if halves else None
+    return [had, same] if had else None
+
+
+def is_master(state, p):
+    """Return whether a state of an optimizer is a finer copy of its parameter."""
+    if getattr(state, "shape", None) != p.shape or state.dtype.itemsize <= p.dtype.itemsize:
+        return False
+    return bool((facts.flat(state).to(p.dtype) == facts.flat(p)).all())
 
 
 def terminate():

@@ -57,17 +57,26 @@ def skips(rank):
 def skipped_alone(ranks, report):
     """Say whether some ranks, and not all, have skipped an update; return whether it is so."""
     theirs = [skips(rank) for rank in ranks]
-    first = min(
-        {n for of in theirs for n in of if not all(n in them for them in theirs)}, default=0
-    )
+    alone = {n for of in theirs for n in of if not all(n in them for them in theirs)}
+    first = min((n for n in alone if not are_equal_after(n, ranks)), default=0)
     if first:
         who = [number for number, of in enumerate(theirs) if first in of]
         text = f"before update {first} an update was skipped, and not by all ranks: from then on"
         text += " they train different models"
         strength = WRONG if replicas(ranks) else NOT_MEANT
+        if strength == NOT_MEANT:
+            text += " (or does a rank call backward() more often for some updates?)"
         place = ranks[who[0]].updates[first - 1]["where"]
         report.found("skipped alone", strength, text, place, who)
     return bool(first)
+
+
+def are_equal_after(number, ranks):
+    """Return whether all ranks have the same parameters after an update: none has skipped one."""
+    one = [rank.updates[number - 1] for rank in ranks if len(rank.updates) >= number]
+    names = [rank.names(u) for rank, u in zip(ranks, one, strict=False)]
+    same = all(of == names[0] for of in names) and len(one) == len(ranks)
+    return same and not sharded(ranks) and first_difference(one, "after", names[0], ranks) is None
 
 
 def joins(ranks):
