@@ -147,7 +147,7 @@ NUMBERS, HIDDEN, OUTPUTS = 32, 128, 64  # of a row, between the layers, of a tar
 LR, MAX_NORM, PATIENCE = 5, 1.2e-5, 4
 
 
-def make_batches(steps, micro_batches, rows, seed):
+def make_steps(steps, micro_batches, rows, seed):
     """Return [step][micro-batch]: (rows, targets) of all ranks; no target is beyond 0.0001.
 
     In the third step a row has a number that float16 has not, so its rank will find inf or nan.
@@ -172,7 +172,7 @@ def main(args):
     """Train on this rank; rank 0 tells what came of it."""
     rank, world_size, device = join_group()
     dtype, steps = DTYPES[args.dtype], args.steps
-    batches = make_batches(steps, args.micro_batches, world_size * args.batch_size, args.seed)
+    batches = make_steps(steps, args.micro_batches, world_size * args.batch_size, args.seed)
     mine = [[[x[rank::world_size].to(device) for x in part] for part in step] for step in batches]
     model = make_model(args.seed + rank).to(device)  # the replicas start apart: DDP mends that
     scale = LossScale(1.0, math.inf)  # does nothing: bfloat16 reaches as far as float32

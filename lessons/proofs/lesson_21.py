@@ -61,7 +61,7 @@ def judge(job, args, started, launcher):
 
 def batches_of(args, started):
     """Return the batches of all ranks, [step][micro-batch]: (rows, targets)."""
-    return lesson.make_batches(args.steps, args.micro_batches, started * args.batch_size, args.seed)
+    return lesson.make_steps(args.steps, args.micro_batches, started * args.batch_size, args.seed)
 
 
 def bytes_of(model, args):
@@ -264,7 +264,7 @@ class Alone(nn.Sequential):
 def wrong_in_step():
     """A layer makes half a float; without DDP's sum, too, all take a step, or none of two ranks."""
     wrong = []
-    parts = [*map(tuple, lesson.make_batches(3, 2, 2, 0)[2])]
+    parts = [*map(tuple, lesson.make_steps(3, 2, 2, 0)[2])]
     for name, dtype in lesson.DTYPES.items():
 
         def step(rank, *_, dtype=dtype):

@@ -340,8 +340,8 @@ def job_in_a_script():
 TASKS = {
     "rows_left_out": (check_rows_left_out, rows_left_out),
     "numbers_of_row": (check_numbers_of_row, numbers_of_row),
-    "rows_left": (check_rows_left, rows_left),
     "Job": (check_job, Repaired),
+    "rows_left": (check_rows_left, rows_left),
 }
 
 # What a stuck reader is told: the next thought, not the answer. (A literal: a site reads it.)
@@ -354,14 +354,14 @@ HINTS = {
         "A generator of its own for each row, and no seed that is a sum: there 1 + 2 is 2 + 1. "
         "`np.random.default_rng` takes a list of numbers as its seed, `random.Random` a text."
     ),
-    "rows_left": (
-        "Two questions. Which worker would have given the next batch, and who is asked first by a "
-        "new loader? And of the batches taken so far, how many came from the worker whose place "
-        "this one takes?"
-    ),
     "Job": (
         "Of the order: which copy of `self.epoch` does `set_epoch` change, and what memory do a "
         "rank and its workers share? Of rows that come twice: who deals rows to workers, and what "
         "does `get_worker_info()` say there?"
+    ),
+    "rows_left": (
+        "Two questions. Which worker would have given the next batch, and who is asked first by a "
+        "new loader? And of the batches taken so far, how many came from the worker whose place "
+        "this one takes?"
     ),
 }
