@@ -493,7 +493,9 @@ FAULTS = {
     ),
     "BF16 all reduce communication hook required": (
         lambda *_: compressed(default_hooks.bf16_compress_hook),
-        lambda *_: compressed(lambda *given: default_hooks.bf16_compress_hook(*given)),
+        lambda *_: compressed(
+            lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+        ),
     ),
     "Target … is out of bounds": (
         lambda *_: nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([3])),
