@@ -223,6 +223,7 @@ def test_each_kind_of_finding_is_in_the_table_of_faults_and_on_the_page():
 
     wanted = {word for _, _, kind, _, _ in FAULTS.values() for word in kind.split("|")}
     page = (ROOT / "docs" / "check.md").read_text()
+    assert f" and {len(CLEAN)} right scripts are tested as well" in page
     for kind, (_, lesson) in KINDS.items():
         assert f"| {kind} |" in page, kind
         assert kind in wanted, kind
