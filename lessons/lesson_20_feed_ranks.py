@@ -1,7 +1,7 @@
 """Lesson 20: who gets which row, when ranks and workers multiply?
 
 Two ranks with two workers each train each row of a stream four times, unless somebody deals. Here
-batches are dealt: no number of workers changes a bit, and one number is the place of all of them.
+batches are dealt: no number of workers changes a bit, and a pair of numbers is everybody's place.
 
 Run it:    bash scripts/lesson_20.sh --nproc 2 [--workers 2]
 Or alone:  torchrun --standalone --nproc-per-node=2 lessons/lesson_20_feed_ranks.py

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def send_in(dtype, bucket):
-    """Average a bucket of float32 gradients over the ranks, sent in another type.
+    """Average a bucket of float32 gradients over all ranks of the job, sent in another type.
 
     DDP calls this when a bucket is full: replica.register_comm_hook(torch.bfloat16, send_in).
     """
@@ -150,7 +150,7 @@ LR, MAX_NORM, PATIENCE = 5, 1.2e-5, 4
 def make_steps(steps, micro_batches, rows, seed):
     """Return [step][micro-batch]: (rows, targets) of all ranks; no target is beyond 0.0001.
 
-    In the third step a row has a number that float16 has not, so its rank will find inf or nan.
+    In the third step a row has a number that float16 has not: in it, its rank finds inf or nan.
     """
     generator = torch.Generator().manual_seed(seed)
     data = torch.randn(steps, micro_batches, rows, NUMBERS, generator=generator)
@@ -175,7 +175,7 @@ def main(args):
     batches = make_steps(steps, args.micro_batches, world_size * args.batch_size, args.seed)
     mine = [[[x[rank::world_size].to(device) for x in part] for part in step] for step in batches]
     model = make_model(args.seed + rank).to(device)  # the replicas start apart: DDP mends that
-    scale = LossScale(1.0, math.inf)  # does nothing: bfloat16 reaches as far as float32
+    scale = LossScale(1.0, math.inf)  # bfloat16 needs no factor; this skips what is not finite
     if dtype == torch.float16:
         scale = LossScale(args.factor, PATIENCE)
     first = scale.factor
@@ -195,7 +195,7 @@ def parse_args(argv=None):
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="%(default)s")
-    parser.add_argument("--steps", type=int, default=12, help="%(default)s")
+    parser.add_argument("--steps", type=int, default=12, help="3 at least, %(default)s")
     parser.add_argument("--micro-batches", type=int, default=2, help="of a step, %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="of each, %(default)s")
     parser.add_argument("--factor", type=int, default=2**16, help="of the loss, %(default)s")

@@ -445,6 +445,10 @@ FAULTS = {
         lambda *_: scaled("step", factor=False),
         lambda *_: scaled("step"),
     ),
+    "Attempted unscale_ but _scale is None": (
+        lambda *_: scaled("unscale_", factor=False),
+        lambda *_: scaled("unscale_"),
+    ),
     "Attempted update but _scale is None": (lambda *_: scaled("update", factor=False), None),
     "unscale_() has already been called on this optimizer": (
         lambda *_: scaled("unscale_", "unscale_"),
