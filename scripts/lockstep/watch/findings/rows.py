@@ -311,7 +311,7 @@ def judge_stream_order(rank, number, old, new, report):
         why += " with (right, if they count by themselves, and this order is meant)"
         report.found("order repeats", NOT_MEANT, f"{text}: {why}", new["where"])
     else:
-        report.found("not shuffled", TO_KNOW, f"{text}: not shuffled, or always alike", new["where"])
+        report.found("not shuffled", TO_KNOW, f"{text}: not shuffled, or alike", new["where"])
 
 
 def evaluation(job, report):
