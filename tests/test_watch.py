@@ -241,3 +241,17 @@ def test_inf_is_traced_to_a_rank_only_if_all_have_made_the_same_steps():
     bad = float("inf")
     assert "came from rank 1" in told(1.0, bad) and "too large" in told(1.0, 2.0)
     assert told(bad, 1.0) == "" and told(1.0, bad, passes=2) == told(0.0, 0.0)
+
+
+def test_who_was_ended_while_it_joined_has_not_left_the_group_out():
+    from types import SimpleNamespace
+
+    from lockstep.watch.findings import rest
+
+    found = []
+    report = SimpleNamespace(found=lambda *finding: found.append(finding[0]), findings=[])
+    killed = SimpleNamespace(group={"world": 2}, ended=None, updates=[])
+    for ended, kinds in ((None, []), ("end", ["no group"])):
+        other = SimpleNamespace(group=None, ended=ended, updates=[])
+        assert rest.group({0: other, 1: killed}, report, 2)
+        assert found == kinds

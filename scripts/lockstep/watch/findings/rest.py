@@ -16,8 +16,8 @@ def group(job, report, world):
         text = f"{len(trained)} processes train, and none has joined a group"
         report.found("no group", WRONG, text, place, trained)
         return False
-    if joined and len(joined) < len(job):
-        others = [rank for rank in job if rank not in joined]
+    others = [rank for rank, seen in job.items() if not seen.group and seen.ended]
+    if joined and others:  # who was ended from outside may have been about to join
         report.found(
             "no group", WRONG, f"of {len(job)} ranks {len(others)} joined no group", None, others
         )
